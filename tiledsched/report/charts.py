@@ -14,8 +14,9 @@ from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
+from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import change, plural
-from tiledsched.report.analysis import FEWEST_PROGRAMS, named_tile
+from tiledsched.report.analysis import FEWEST_PROGRAMS
 from tiledsched.report.document import View
 from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import ProblemReport, Report
@@ -122,21 +123,19 @@ def heat_map(first: str | None, second: str | None) -> Spec:
             differs="its best differs from what is served in",
         ),
     }
-    outline = {"type": "rect", "filled": False, "stroke": RED, "strokeWidth": 3}
+    outline: Spec = {"type": "rect", "filled": False, "stroke": RED, "strokeWidth": 3}
     return {
         "layer": [
             {
                 "mark": {"type": "rect"},
                 "encoding": {**encoding, "color": quantity("relative", "time / best", scale=COST)},
             },
-            *(
-                {
-                    "mark": {**outline, **dash},
-                    "encoding": encoding,
-                    "transform": [{"filter": f"datum.mark == 'tie' == {tie}"}, {"filter": "datum.mark"}],
-                }
-                for tie, dash in (("true", {"strokeDash": [4, 3]}), ("false", {}))
-            ),
+            {
+                "mark": {**outline, "strokeDash": [4, 3]},
+                "encoding": encoding,
+                "transform": [{"filter": "datum.mark == 'tie'"}],
+            },
+            {"mark": outline, "encoding": encoding, "transform": [{"filter": "datum.mark && datum.mark != 'tie'"}]},
             {
                 "mark": {"type": "text", "fontSize": 11},
                 "encoding": encoding
@@ -184,10 +183,12 @@ def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
 
 
 def effects_chart(title: str, colour: Spec) -> Spec:
-    """A line for each change of a knob: its mean effect and the 95% interval, the percentage at its right."""
+    """A line for each change of a knob: its mean effect with its 95% interval or the range of estimates, the percentage at its
+    right.
+    """
     x = quantity("relative", title, scale={**RATIOS["scale"], "padding": 22}, axis=RATIOS["axis"])
     y = word("change", None, axis={"labelLimit": 260, "labelFontSize": 10.5})
-    hover = tips(change="knob", said="changes the time by", low="95% interval, from", high="to", pairs="matched pairs")
+    hover = tips(change="knob", said="changes the time by", between="time over time, from", pairs="matched pairs")
     return {
         "layer": [
             {"mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.6}, "encoding": {"x": {"datum": 1}}},
@@ -452,10 +453,9 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="knob-effects",
             heading="What another value of a knob costs",
-            caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval: how "
-            "much longer they take than with the best schedule's value. Orange is slower, grey not surely. "
-            "Where a mean is below 1, the "
-            "other value is faster in other schedules than the best, which differs in more than this knob."
+            caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval (of "
+            "estimates: their range): how much longer they take than with the best schedule's value. Orange is slower, grey not "
+            "surely. Where a mean is below 1, the other value is faster in schedules that differ from the best in more knobs."
             + (" The tile's knobs are in the map above." if report.tile_knobs else ""),
             spec={
                 **effects_chart("time / time with the best schedule's value", grey),

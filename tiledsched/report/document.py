@@ -200,7 +200,7 @@ def packed_rows(rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
             digit = dict(zip(kinds, DIGITS, strict=False))
             columns[name] = {"of": [*kinds.values()], "at": "".join(digit[json.dumps(value)] for value in values)}
         elif all(isinstance(value, str) for value in values):
-            columns[name] = {"texts": [texts.setdefault(each, len(texts)) for each in values]}
+            columns[name] = {"texts": [texts.setdefault(str(each), len(texts)) for each in values]}
         else:
             columns[name] = values
     return {"rows": len(rows), "columns": columns}

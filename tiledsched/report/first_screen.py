@@ -10,14 +10,14 @@ from tiledsched.core.text import code, figure, joined, longer, percent, plural, 
 from tiledsched.report.analysis import broad
 from tiledsched.report.answer import best_time, command_of, tile_unit, verdicts
 from tiledsched.report.records import MEASURED, ProblemReport, Report, Timed
+from tiledsched.report.rules import rules_of
 from tiledsched.report.views import MOST_PROBLEMS, explored, judged_knobs
+from tiledsched.store.model_error import error_text
 
 SHIPPED = "shipped"
 """The layer of entries that came with the package."""
 MOST_NAMED = 3
-"""Knobs that the next command is said to be about, at most."""
-MOST_FACTS = 4
-"""Facts of a problem, at most: they stand side by side."""
+"""Knobs that the next command is said to be about, and rules about knobs, at most."""
 
 
 def shown_problems(report: Report) -> list[ProblemReport]:
@@ -45,8 +45,7 @@ def tuned_at(one: ProblemReport) -> datetime | None:
 
 
 def _evidence(one: ProblemReport) -> tuple[bool, int, datetime]:
-    fastest = one.serves is not None and (one.serves is one.best or one.best.schedule in one.ties)
-    return fastest, one.programs, _newest(one)[0]
+    return one.serves is not None and one.serves is one.leader, one.programs, _newest(one)[0]
 
 
 def _newest(one: ProblemReport) -> tuple[datetime, int]:
@@ -57,12 +56,15 @@ def _newest(one: ProblemReport) -> tuple[datetime, int]:
 def status(one: ProblemReport, report: Report) -> str:
     """Whether the figures of a problem were measured, where and when, and of how many programs they are."""
     programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
-    near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
     of = plural(one.programs, "program")
-    if one.programs > 1:
-        of += f", {near} of them within 1% of the best time and {wider} within 5%, the best included"
     if one.provenance != MEASURED:
-        return f"Nothing was measured here: the performance model estimates every time for {report.arch}, of {of}."
+        error = (
+            f"{error_text(one.error)}, so that smaller differences decide nothing" if one.error else error_text(None)
+        )
+        return f"Nothing was measured: the performance model estimates {of} for {report.arch}; {error}."
+    if one.programs > 1:
+        near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
+        of += f", {near} of them within 1% of the best time and {wider} within 5%, the best included"
     day = f", {one.taken:%Y-%m-%d}" if one.taken else ""
     cap = " at its power cap" if report.regime == "sustained" else ""
     held = "".join(
@@ -101,59 +103,67 @@ def next_of(one: ProblemReport, report: Report) -> tuple[str, str]:
 def facts(one: ProblemReport, report: Report) -> list[tuple[str, str, str]]:
     """What a reader wants to know of a problem: what it is, the figure, and what there is to add."""
     found = [_served(one, report), _untuned(one, report), _default(one, report)]
-    if unit := tile_unit(report):
-        if one.second_tile:
-            value = f"{longer(one.second_tile.relative - 1)}"
-            found.append(
-                (f"Second best {unit}", value, f"{tile_text(one.second_tile.tile)}: {short(one.second_tile.schedule)}")
+    if (unit := tile_unit(report)) and one.tile_drop is not None and one.second_tile:
+        second = one.second_tile
+        tie = "cannot be told apart. " if second.ties else ""
+        found.append(
+            _cost(
+                f"Second best {unit}",
+                one,
+                1 + one.tile_drop,
+                f"{tile_text(second.tile)}: {tie}{short(second.schedule)}",
             )
-        elif len(one.tiles) > 1:
-            tried = f"{plural(one.tiles[1].programs, 'program')} of {tile_text(one.tiles[1].tile)}"
-            found.append((f"Second best {unit}", "not known", f"Too little was tried of any other: {tried}."))
-    if one.runner_up and one.runner_up_drop is not None and len(found) < MOST_FACTS:
-        found.append(("Runner-up", longer(one.runner_up_drop), short(one.runner_up.schedule)))
+        )
+    elif unit and len(one.tiles) > 1:
+        tried = f"{plural(one.tiles[1].programs, 'program')} of {tile_text(one.tiles[1].tile)}"
+        found.append((f"Second best {unit}", "not known", f"Too little was tried of any other: {tried}."))
+    elif one.runner_up and one.runner_up_drop is not None:
+        found.append(_cost("Runner-up", one, 1 + one.runner_up_drop, short(one.runner_up.schedule)))
     return found
+
+
+def _cost(title: str, one: ProblemReport, relative: float, more: str) -> tuple[str, str, str]:
+    """What a choice costs; of estimates, only what is beyond the model's error."""
+    if one.provenance != MEASURED and abs(relative - 1) <= one.tolerance:
+        return title, "within the model's error", f"{longer(relative - 1)} by the estimates. {more}"
+    return title, longer(relative - 1), more
 
 
 def name_of(schedule: Schedule, report: Report) -> str:
     """A schedule in a word: its tile, or all of it in short where it has none."""
-    knobs = report.tile_knobs or ()
-    if tile_unit(report) and {*knobs} <= {*schedule}:
-        return "x".join(str(schedule[knob]) for knob in knobs)
-    return schedule.short() or "the plainest schedule"
+    if report.tile and {*report.tile} <= {*schedule}:
+        return "x".join(str(schedule[knob]) for knob in report.tile)
+    return schedule.short() or "all at their plainest"
 
 
 def _served(one: ProblemReport, report: Report) -> tuple[str, str, str]:
-    chosen = one.explained.schedule if one.explained else one.best.schedule
-    timed, more = one.serves or one.best, [short(chosen)]
-    if one.serves is None and one.explained:
-        more.append(f"It was not timed with these. The fastest that was: {_time(one.best, one, report)}.")
+    chosen = one.explained.schedule if one.explained else one.leader.schedule
+    more = [] if name_of(chosen, report) == chosen.short() else [short(chosen)]
+    if one.serves or not one.explained:
+        more.append(f"{best_time(one, one.serves or one.leader)}{'' if one.provenance == MEASURED else ', modelled'}.")
     else:
-        more.append(f"{best_time(one, timed)}{'' if one.provenance == MEASURED else ', modelled'}.")
-    tied = sorted({name_of(each, report) for each in one.ties} - {name_of(chosen, report)})
+        more.append(f"It was not timed with these. The fastest that was: {_time(one.best, report)}.")
     if one.ties:
-        others = (
-            f", with the {tile_unit(report) or 'schedule'} {joined(tied)} too" if tied and tile_unit(report) else ""
-        )
+        tied = sorted({name_of(each, report) for each in one.ties} - {name_of(chosen, report)}) if report.tile else []
+        others = f", of {tile_unit(report)} {joined(tied)} too" if tied else ""
         more.append(f"{plural(len(one.ties), 'other schedule')} cannot be told apart from it{others}.")
-    if timed.relative > 1.0005 and one.best.schedule not in one.ties:
-        least = "fastest measured" if one.provenance == MEASURED else "model's least estimate today"
-        more.append(f"The {least}: {_time(one.best, one, report)}, {longer(1 / timed.relative - 1)}.")
+    if one.faster and one.serves:
+        more.append(f"Timed faster, but not raced: {_time(one.faster, report)}, {longer(1 / one.serves.relative - 1)}.")
     return ("Served" if one.explained else "Best"), name_of(chosen, report), " ".join(more)
 
 
-def _time(timed: Timed, one: ProblemReport, report: Report) -> str:
+def _time(timed: Timed, report: Report) -> str:
     return f"{name_of(timed.schedule, report)}, {figure(timed.us)} µs"
 
 
 def _untuned(one: ProblemReport, report: Report) -> tuple[str, str, str]:
     title, other = "Served without tuning", one.untuned
     if other is None:
-        return title, "not known", "No schedule is known for it."
+        return title, "not known", "What would be served was not timed."
     how = {"transferred": "the tuned problems most like this one", "modelled": "the performance model"}
     named = f"{name_of(other.schedule, report)}, chosen by {how[other.provenance]}." if other.provenance in how else ""
     if other.relative is not None:
-        return title, longer(other.relative - 1), named
+        return _cost(title, one, other.relative, named)
     if other.expected:
         worst = f"at worst {percent(other.expected.worst)}"
         about = f"Expected, not timed: the mean over {other.expected.cases} hidden problems, {worst}."
@@ -165,23 +175,22 @@ def _default(one: ProblemReport, report: Report) -> tuple[str, str, str]:
     title = "Compiler defaults"
     if one.default is None:
         return title, "not known", "They were not timed."
-    tie = one.default.schedule in one.ties or one.default is one.serves
-    more = f"{name_of(one.default.schedule, report)}, {figure(one.default.us)} µs." + (
-        " A tie with what is served." if tie else ""
-    )
-    return title, longer(one.default.relative - 1), more
+    tie = " They cannot be told apart from what is served." if one.default.schedule in one.ties else ""
+    return _cost(title, one, one.default.relative, f"{_time(one.default, report)}.{tie}")
 
 
 def lead(one: ProblemReport, report: Report) -> str:
-    """The knobs that cost most in this problem, in a sentence; empty where none is known to."""
+    """Which value of a knob is good for which problems, and the knobs that cost most in this one; empty where neither is known."""
+    section = report.measured if one.provenance == MEASURED else report.modelled
+    said = [f"{rule.text}." for rule in rules_of(section.problems, report.tile)[:MOST_NAMED]]
     worst: dict[str, float] = {}
     for each in judged_knobs(one, report.tile_knobs or ()):
-        if each.ci_low is not None and each.ci_low > 1:
-            worst[each.knob] = max(worst.get(each.knob, 0.0), each.ratio or 0.0)
+        if each.ci_low is not None and each.ratio and min(each.ci_low, each.ratio - one.tolerance) > 1:
+            worst[each.knob] = max(worst.get(each.knob, 0.0), each.ratio)
     ranked = sorted(worst, key=lambda knob: -worst[knob])[: 2 * MOST_NAMED]
-    named = joined(f"{code(knob)} {percent(worst[knob] - 1)}" for knob in ranked)
-    return (
-        f"Knobs that cost most at their worst value, besides the {tile_unit(report) or 'map'}: {named}."
-        if named
-        else ""
-    )
+    if ranked:
+        costs = joined(f"{code(knob)} {percent(worst[knob] - 1)}" for knob in ranked)
+        said.append(
+            f"Knobs that cost most here at their worst value, besides the {tile_unit(report) or 'map'}: {costs}."
+        )
+    return " ".join(["Knobs that matter:", *said] if said else [])

@@ -32,6 +32,7 @@ from tiledsched.report.sources import WithShipped
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import for_compiler, of_kernel
+from tiledsched.store.model_error import error_of
 from tiledsched.store.queries import KnobEffect, ProgramKey, knob_effects, program_key
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, Toolchain
 
@@ -109,7 +110,9 @@ def build_report(
         device_name=device_name or "",
         elsewhere=reading.found - reading.taken,
         measured=_section(MEASURED, measured, tile),
-        modelled=_section(MODELLED, modelled, tile),
+        modelled=_section(
+            MODELLED, [replace(one, error=error_of(arch, one.problem, one.best.schedule)) for one in modelled], tile
+        ),
         unmeasured=tuple(
             entry
             for entry in entries

@@ -5,18 +5,21 @@ Times are microseconds; drops, changes and spreads are fractions (0.10 is 10%).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device
 from tiledsched.report.axes import Axes
 from tiledsched.serve.chain import Served
 from tiledsched.serve.transfer import ExpectedLoss
+from tiledsched.store.model_error import ModelError
 from tiledsched.store.queries import KnobEffect, RegimeComparison
 from tiledsched.store.records import Entry
 
@@ -139,13 +142,15 @@ class ValueEffect:
     ratio: float | None
     """Time with `value` over time with `against`, a geometric mean; None where too few pairs were timed."""
     ci_low: float | None
-    """Lower end of the ratio's 95% interval; None where too few pairs were timed."""
+    """Lower end of the ratio's 95% interval, or the least ratio where `estimated`; None where too few pairs were timed."""
     ci_high: float | None
-    """Upper end of the ratio's 95% interval; None where too few pairs were timed."""
+    """Upper end of the ratio's 95% interval, or the largest ratio where `estimated`; None where too few pairs were timed."""
     pairs: int
     """Matched pairs whose faster program is close to the best."""
     problems: int
     """Problems with such pairs."""
+    estimated: bool = False
+    """Whether the times are estimates. They are the same every time, so that their spread over pairs is no interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +161,7 @@ class KnobVerdict:
     """Name of the knob."""
     advice: str
     """leave: one value is as good as the best for all problems. choose: problems contradict each other. unclear: neither is
-    known. untried: no two values were compared in enough pairs.
+    known. untried: no two values were compared in enough pairs. Of estimates, only differences beyond the model's error count.
     """
     value: KnobValue
     """Where to leave the knob; otherwise the value that most problems prefer."""
@@ -164,7 +169,8 @@ class KnobVerdict:
     """Every other value that was timed, compared with `value`; untried ones too."""
     preferred: tuple[tuple[KnobValue, int], ...]
     """Each value that problems prefer, with the number of these problems, the most frequent first. A problem prefers a value
-    if none compared with it is faster, and at least one is surely slower.
+    if none compared with it is faster, and at least one is surely slower; of estimates, if the best time with every other
+    value is longer by more than the model's error.
     """
 
 
@@ -240,10 +246,25 @@ class ProblemReport:
     """Each tile size: that of the leader first, then the others by their best times. Empty where schedules have no tile knobs."""
     taken: datetime | None = None
     """When the newest of its measurements was taken, UTC; None where modelled."""
+    error: ModelError | None = None
+    """How far estimates like these are off; None where measured, and where estimates were never compared with measurements."""
     trace: tuple[float, ...] = ()
     """Time over the best time for each program of the newest run, in the order measured; empty where imported or
     modelled.
     """
+
+    @cached_property
+    def known_times(self) -> list[tuple[dict[str, KnobValue], float]]:
+        """Every schedule with a time, and that time over the best time; also what cannot be told apart from the best, as 1."""
+        ties = {*self.ties, *(self.served.ties if self.served else ())} if self.faster is None else ()
+        return [*((dict(one.schedule), one.relative) for one in self.timed), *((dict(tie), 1.0) for tie in ties)]
+
+    @property
+    def tolerance(self) -> float:
+        """What takes at most this share longer than the best may be as good: infinite for estimates whose error is not known."""
+        if self.provenance == MEASURED:
+            return AS_GOOD
+        return max(AS_GOOD, self.error.mean) if self.error else math.inf
 
     @property
     def best(self) -> Timed:
@@ -489,6 +510,12 @@ class Report:
     """Compilers behind the modelled entries, one line each."""
     ceilings: tuple[Ceiling, ...] = ()
     """The highest rates that any kernel reached, for each GPU."""
+
+    @property
+    def tile(self) -> tuple[str, ...]:
+        """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
+        found = self.tile_knobs or ()
+        return () if {*found} & {*HINT_KNOBS} else found
 
     def group_text(self, one: ProblemReport) -> str:
         """What the problems of a panel share: sizes, accumulators, and the device where there are several."""

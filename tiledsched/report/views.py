@@ -15,6 +15,7 @@ from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
 from tiledsched.report.records import AS_GOOD, ProblemReport, Report, Tile, Timed, ValueEffect
+from tiledsched.store.model_error import error_text
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -60,7 +61,7 @@ def source_of(report: Report, one: ProblemReport) -> str:
     """Where the times of a problem come from, for the title of a picture."""
     if one.device_name:
         return f"measured on {one.device_name} ({report.arch})" + (f", {one.taken:%Y-%m-%d}" if one.taken else "")
-    return f"modelled for {report.arch}, not measured"
+    return f"modelled for {report.arch}, not measured; {error_text(one.error)}"
 
 
 def listed(one: ProblemReport, most: int) -> dict[Schedule, int]:
@@ -82,7 +83,7 @@ def mark_of(one: ProblemReport, schedules: Collection[Schedule]) -> str:
     """What some schedules of a problem hold: `served`; `tie`, what cannot be told apart from it; `best`, where what is served has
     no time; or nothing of these.
     """
-    chosen = one.serves or one.best
+    chosen = one.serves or one.leader
     if chosen.schedule in schedules:
         return "served" if one.serves else "best"
     return "tie" if one.ties.intersection(schedules) else ""
@@ -218,8 +219,9 @@ def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
         {
             "change": f"{each.knob}: {show(each.value)}, not {show(each.against)}",
             "relative": round(each.ratio, 4),
-            "low": round(each.ci_low or each.ratio, 4),
-            "high": round(each.ci_high or each.ratio, 4),
+            "low": round(low := each.ci_low or each.ratio, 4),
+            "high": round(high := each.ci_high or each.ratio, 4),
+            "between": f"{low:.3f} to {high:.3f} ({'range of estimates' if each.estimated else '95% interval'})",
             "said": change(each.ratio - 1),
             "pairs": each.pairs,
             "problems": each.problems,
@@ -267,7 +269,7 @@ def histogram_rows(one: ProblemReport) -> list[Row]:
 def mark_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
     """What is served, the compiler defaults, and what would be served without tuning, as multiples of the best time."""
     named = [
-        (SERVED if one.serves else "best", one.serves or one.best),
+        (SERVED if one.serves else "best", one.serves or one.leader),
         (DEFAULTS, one.default),
         (UNTUNED, one.untuned),
     ]
@@ -319,7 +321,7 @@ def curve_rows(problems: Iterable[ProblemReport], named: Callable[[Schedule], st
                 "relative": round(min(relative, CURVE_END), 4),
                 "what": what,
                 "tile": named(chosen.schedule),
-                "best": named((one.serves or one.best).schedule),
+                "best": named((one.serves or one.leader).schedule),
                 "problem": str(one.problem),
             }
             for what, relative, chosen in choices
@@ -343,7 +345,7 @@ def roofline_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Ro
     if unit_of(one.problem) != "TFLOP/s" or not one.problem.min_bytes:
         return []
     intensity = one.problem.flops / one.problem.min_bytes
-    both = [(SERVED, one.serves or one.best), *([(DEFAULTS, one.default)] if one.default else [])]
+    both = [(SERVED, one.serves or one.leader), *([(DEFAULTS, one.default)] if one.default else [])]
     return [
         {
             "intensity": round(intensity, 3),
@@ -397,5 +399,6 @@ def views_of(
         "trace": trace_rows(one),
         "here": [{"size": one.size}],
     }
-    notes = {"knob-effects": untried(effects), "resources": partly, "pairs": partly}
+    within = "" if one.error is None else f"Differences below {one.tolerance * 100:.0f}% are within the model's error."
+    notes = {"tile-map": within, "knob-effects": untried(effects), "resources": partly, "pairs": partly}
     return rows, notes, pair

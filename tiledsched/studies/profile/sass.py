@@ -36,6 +36,10 @@ MOST_KINDS = 20
 """Kinds of instruction in the table of counts, at most; those whose counts differ most are taken."""
 
 
+MOST_EXACT = 5000
+"""Of longer listings the comparison leaves frequent instructions out of account, because it takes quadratic time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Listing:
     """The machine code of one schedule."""
@@ -105,10 +109,10 @@ def differences(first: Listing, second: Listing) -> list[tuple[str, str, str]]:
 
 def _aligned(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Instructions side by side. Two stand in one row if they agree in all but the numbers of registers and labels."""
-    alike = [[REGISTER.sub(r"\1", each) for each in listing] for listing in (first, second)]
-    matcher = difflib.SequenceMatcher(None, *alike, autojunk=max(map(len, alike)) > 5000)
-    for kind, start, end, other, last in matcher.get_opcodes():
-        for left, right in itertools.zip_longest(first[start:end], second[other:last], fillvalue=""):
+    one, other = ([REGISTER.sub(r"\1", each) for each in listing] for listing in (first, second))
+    matcher = difflib.SequenceMatcher(None, one, other, autojunk=max(len(one), len(other)) > MOST_EXACT)
+    for kind, start, end, begin, last in matcher.get_opcodes():
+        for left, right in itertools.zip_longest(first[start:end], second[begin:last], fillvalue=""):
             yield left, right, "≠" if kind != "equal" else "" if left == right else "registers"
 
 
