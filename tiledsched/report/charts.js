@@ -57,7 +57,7 @@ const draw = async (place, spec, name, picked) => {
     place.view?.finalize();
     const [shown, more] = fitted(spec, place.clientWidth);
     const config = colours();
-    if (picked && shown.title) shown.title.subtitle = [];  // the page says it above; a picture that is saved says it itself
+    if (picked) delete shown.title?.subtitle;  // the page says it above; a picture that is saved says it itself
     const own = {...shown, background: null, config: {...config, legend: {...config.legend, ...more.legend}}};
     const result = await vegaEmbed(place, own, {actions: false, renderer: "svg"});
     place.view = result.view;
@@ -148,6 +148,7 @@ for (const section of document.querySelectorAll(".explorer")) {
     const data = Object.fromEntries(Object.entries(chosen.rows).map(
       ([name, rows]) => [name, unpacked(typeof rows == "string" ? shared[rows] : rows, texts)]));
     const programs = data.programs || [], served = programs.find(row => row.mark == "served") || programs[0];
+    programs.forEach((row, at) => { row.at = at; });
     for (const row of programs) row.differs = knobsOf(row).filter(name => row[name] !== served[name])
       .map(name => `${name.slice(KNOB.length)}=${shown(row[name])}`).join(" ") || "nothing";
     const told = rows => rows.forEach(row => { if (row.at != null) row.differs = programs[row.at]?.differs; });

@@ -454,8 +454,7 @@ def views(reports: Sequence[Report]) -> list[View]:
             name="knob-effects",
             heading="What another value of a knob costs",
             caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval (of "
-            "estimates: their range): how much longer they take than with the best schedule's value. Orange is slower, grey not "
-            "surely. Where a mean is below 1, the other value is faster in schedules that differ from the best in more knobs."
+            "estimates: their range): how much longer they take than with the best schedule's value. Orange is surely slower."
             + (" The tile's knobs are in the map above." if report.tile_knobs else ""),
             spec={
                 **effects_chart("time / time with the best schedule's value", grey),

@@ -45,7 +45,10 @@ def tuned_at(one: ProblemReport) -> datetime | None:
 
 
 def _evidence(one: ProblemReport) -> tuple[bool, int, datetime]:
-    return one.serves is not None and one.serves is one.leader, one.programs, _newest(one)[0]
+    if one.provenance != MEASURED:
+        return one.error is not None, one.programs, datetime.min
+    raced = one.explained is not None and one.explained.provenance == MEASURED
+    return raced and one.serves is one.leader, one.programs, _newest(one)[0]
 
 
 def _newest(one: ProblemReport) -> tuple[datetime, int]:
@@ -105,13 +108,13 @@ def facts(one: ProblemReport, report: Report) -> list[tuple[str, str, str]]:
     found = [_served(one, report), _untuned(one, report), _default(one, report)]
     if (unit := tile_unit(report)) and one.tile_drop is not None and one.second_tile:
         second = one.second_tile
-        tie = "cannot be told apart. " if second.ties else ""
         found.append(
             _cost(
                 f"Second best {unit}",
                 one,
                 1 + one.tile_drop,
-                f"{tile_text(second.tile)}: {tie}{short(second.schedule)}",
+                f"{tile_text(second.tile)}: {short(second.schedule)}",
+                second.ties,
             )
         )
     elif unit and len(one.tiles) > 1:
@@ -122,11 +125,13 @@ def facts(one: ProblemReport, report: Report) -> list[tuple[str, str, str]]:
     return found
 
 
-def _cost(title: str, one: ProblemReport, relative: float, more: str) -> tuple[str, str, str]:
+def _cost(title: str, one: ProblemReport, relative: float, more: str, tie: bool = False) -> tuple[str, str, str]:
     """What a choice costs; of estimates, only what is beyond the model's error."""
+    said = longer(relative - 1) if abs(relative - 1) >= 0.0005 else "no longer"
     if one.provenance != MEASURED and abs(relative - 1) <= one.tolerance:
-        return title, "within the model's error", f"{longer(relative - 1)} by the estimates. {more}"
-    return title, longer(relative - 1), more
+        error = "within the model's error" if one.error else "not known"
+        return title, error, f"By the estimates {said}. {more}"
+    return (title, "a tie", f"{said}, which cannot be told apart. {more}") if tie else (title, said, more)
 
 
 def name_of(schedule: Schedule, report: Report) -> str:
@@ -175,12 +180,12 @@ def _default(one: ProblemReport, report: Report) -> tuple[str, str, str]:
     title = "Compiler defaults"
     if one.default is None:
         return title, "not known", "They were not timed."
-    tie = " They cannot be told apart from what is served." if one.default.schedule in one.ties else ""
-    return _cost(title, one, one.default.relative, f"{_time(one.default, report)}.{tie}")
+    tie = one.default.schedule in one.ties
+    return _cost(title, one, one.default.relative, f"{_time(one.default, report)}.", tie)
 
 
 def lead(one: ProblemReport, report: Report) -> str:
-    """Which value of a knob is good for which problems, and the knobs that cost most in this one; empty where neither is known."""
+    """Which value of a knob is good for which problems, and the knobs that cost most in this one; empty if neither is known."""
     section = report.measured if one.provenance == MEASURED else report.modelled
     said = [f"{rule.text}." for rule in rules_of(section.problems, report.tile)[:MOST_NAMED]]
     worst: dict[str, float] = {}
@@ -189,8 +194,6 @@ def lead(one: ProblemReport, report: Report) -> str:
             worst[each.knob] = max(worst.get(each.knob, 0.0), each.ratio)
     ranked = sorted(worst, key=lambda knob: -worst[knob])[: 2 * MOST_NAMED]
     if ranked:
-        costs = joined(f"{code(knob)} {percent(worst[knob] - 1)}" for knob in ranked)
-        said.append(
-            f"Knobs that cost most here at their worst value, besides the {tile_unit(report) or 'map'}: {costs}."
-        )
+        costs = joined(f"{code(knob)} {longer(worst[knob] - 1)}" for knob in ranked)
+        said.append(f"At their worst value these cost most here, besides the {tile_unit(report) or 'map'}: {costs}.")
     return " ".join(["Knobs that matter:", *said] if said else [])

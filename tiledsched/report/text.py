@@ -183,7 +183,7 @@ def _all_problems(report: Report, after: str) -> list[Block]:
     blocks: list[Block] = [
         Heading(text=f"All problems{after}"),
         Paragraph(text=first, warning=not measured, measured=measured),
-        *([Paragraph(text=" ".join(rest))] if rest else []),
+        *(Paragraph(text=each) for each in rest),
         *([Paragraph(text=text)] if (text := next_step(report)) else []),
     ]
     for section in (report.measured, report.modelled):

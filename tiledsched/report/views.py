@@ -10,7 +10,7 @@ from typing import Any
 
 from tiledsched.core.problem import unit_of
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.text import change
+from tiledsched.core.text import change, code, joined, plural
 from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
@@ -21,7 +21,7 @@ SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
 EDGES = (1.0, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, SCALE_END)
 """Where the bars of the histogram of programs begin, as multiples of the best time."""
-MOST_PROGRAMS = 12_000
+MOST_PROGRAMS = 8_000
 """Programs on a page, at most; where there are more, each problem shows the fastest and evenly spread others."""
 FEWEST_DOTS = 40
 """Programs of a problem on a page, however many problems there are."""
@@ -33,6 +33,10 @@ CURVE_END = 10.0
 """Where the curve of costs ends: what takes longer is drawn there."""
 SERVED, DEFAULTS, UNTUNED = "served", "compiler defaults", "served without tuning"
 """How marks are called, in every chart."""
+MOST_UNTRIED = 6
+"""Knobs with untried values that are named, at most."""
+NEAR_END = 1.5
+"""What takes longer counts as much as this where two knobs are looked for that depend on each other."""
 KNOB = "k:"
 """Begins the field of a row that holds the value of a knob."""
 RESOURCES = {
@@ -103,14 +107,13 @@ def program_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row
     shown = [timed for timed in distinct(one) if timed.schedule in places]
     return [
         {
-            "at": place,
             "us": round(timed.us, 2),
             "relative": round(timed.relative, 4),
             "mark": mark_of(one, alike),
             **{name: getattr(timed.facts, fact) if timed.facts else None for name, fact in RESOURCES.items()},
             **{f"{KNOB}{knob}": timed.schedule.get(knob) for knob in knobs},
         }
-        for place, (timed, alike) in enumerate(zip(shown, _members(places), strict=True))
+        for timed, alike in zip(shown, _members(places), strict=True)
     ]
 
 
@@ -192,7 +195,7 @@ def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, str]
     ]
     for timed in programs:
         for pair in itertools.combinations((knob for knob in knobs if knob in timed.schedule), 2):
-            best[pair][timed.schedule[pair[0]], timed.schedule[pair[1]]].append(math.log(timed.relative))
+            best[pair][timed.schedule[pair[0]], timed.schedule[pair[1]]].append(math.log(min(timed.relative, NEAR_END)))
     worth = {}
     for pair, squares in best.items():
         least = {values: min(logs) for values, logs in squares.items() if len(logs) >= FEWEST_PROGRAMS}
@@ -231,10 +234,24 @@ def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
     ]
 
 
-def untried(effects: Iterable[ValueEffect]) -> str:
-    """The values of knobs that have too few matched pairs to be judged, in a sentence; empty where there are none."""
-    found = [f"`{each.knob}={show(each.value)}`" for each in effects if each.ratio is None]
-    return f"Untried here (fewer than {LEAST_PAIRS} matched pairs): {', '.join(found)}." if found else ""
+def _faster_elsewhere(effect: ValueEffect) -> bool:
+    """Whether a value is faster than the best schedule's in pairs: in schedules, that is, which differ from it in more knobs."""
+    return effect.ratio is not None and effect.ratio < 1 - AS_GOOD
+
+
+def not_drawn(effects: Sequence[ValueEffect]) -> str:
+    """The values of knobs that are faster only elsewhere, and how many have too few matched pairs to be judged, in sentences."""
+    said = []
+    if elsewhere := [code(f"{each.knob}={show(each.value)}") for each in effects if _faster_elsewhere(each)]:
+        said.append(
+            f"Faster only in schedules that differ from the best in more knobs, and not drawn: {joined(elsewhere)}."
+        )
+    if few := [each.knob for each in effects if each.ratio is None]:
+        knobs = [code(knob) for knob in dict.fromkeys(few)]
+        more = [f"{len(knobs) - MOST_UNTRIED} more knobs"] if len(knobs) > MOST_UNTRIED else []
+        of = joined([*knobs[:MOST_UNTRIED], *more])
+        said.append(f"Fewer than {LEAST_PAIRS} pairs were tried of {plural(len(few), 'value')} of {of}.")
+    return " ".join(said)
 
 
 def distinct(one: ProblemReport) -> list[Timed]:
@@ -386,7 +403,7 @@ def views_of(
     partly = f"{len(programs)} of {one.programs} programs are drawn." if len(programs) < one.programs else ""
     rows: dict[str, Sequence[Row]] = {
         "tiles": tile_rows(one, tile, places) if tile else (),
-        "effects": knob_rows(effects),
+        "effects": knob_rows(each for each in effects if not _faster_elsewhere(each)),
         "pairs": pair_rows(one, pair, places) if pair else (),
         "bars": histogram_rows(one),
         "marks": mark_rows(one, places),
@@ -400,5 +417,5 @@ def views_of(
         "here": [{"size": one.size}],
     }
     within = "" if one.error is None else f"Differences below {one.tolerance * 100:.0f}% are within the model's error."
-    notes = {"tile-map": within, "knob-effects": untried(effects), "resources": partly, "pairs": partly}
+    notes = {"tile-map": within, "knob-effects": not_drawn(effects), "resources": partly, "pairs": partly}
     return rows, notes, pair
