@@ -96,7 +96,7 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
         blocks += _figures(report, f" ({report.arch})" if len(several) > 1 else "")
     if len(several) == 1 and (spec := charts.rates(several)) is not None:
         text = "Each dot is a problem with its best schedule."
-        chart = Chart(name=f"rates-{several[0].arch}", spec=spec, text=text)
+        chart = Chart(name=f"rates-{several[0].arch}", spec=spec, text="Rates of the best schedules")
         blocks += [
             Heading(
                 text="Rates of the best schedules",
@@ -124,7 +124,9 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
         name for name in reports[0].axes.optional if len({getattr(one.problem, name) for _, one in by_case}) > 1
     ]
     most = max(FEWEST_DOTS, MOST_PROGRAMS // len(by_case))
-    for report, one in by_case:
+    chosen = [choices_of(report, one, optional) for report, one in by_case]
+    differing = {title for title in chosen[0] if len({values[title] for values in chosen}) > 1}
+    for (report, one), values in zip(by_case, chosen, strict=True):
         roofs, curve = f"{report.arch} {one.device_name}", f"{report.arch} {one.provenance} {one.group}"
         if roofs not in shared:
             shared[roofs] = charts.roofs(report, one)
@@ -136,7 +138,7 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
         rows, notes, pair = views_of(one, most, report.tile_knobs or ())
         cases.append(
             ExplorerCase(
-                values=choices_of(report, one, optional),
+                values={title: value for title, value in values.items() if title in differing},
                 title=f"{report.kernel} {one.problem}",
                 source=source_of(report, one),
                 status=status(one, report),
@@ -202,7 +204,7 @@ def _all_problems(report: Report, after: str) -> list[Block]:
         ]
         for kind, text, spec in wanted:
             if spec is not None:
-                blocks += [Chart(name=f"{kind}-{name}", spec=spec, text=text), Paragraph(text=text)]
+                blocks += [Chart(name=f"{kind}-{name}", spec=spec, text=spec["title"]["text"]), Paragraph(text=text)]
     return blocks
 
 
@@ -240,7 +242,7 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         text = "Each dot is a problem with its best schedule; only problems of several GPUs are drawn."
         blocks += [
             Heading(text="The same problems on each GPU"),
-            Chart(name="rates", spec=spec, text=text),
+            Chart(name="rates", spec=spec, text="Rates of the best schedules"),
             Paragraph(text=text),
         ]
     title = f"Best schedules of {plural(len(rows), 'problem')} on each GPU"
