@@ -74,10 +74,11 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
         )
     else:
         lines.append(f"No other schedule {'was timed' if measured else 'has an estimate'}{_raced(one)}.")
-    if one.rivals:
-        lines.append(
-            f"Of other implementations, {joined(f'{name} takes {longer(ratio - 1)}' for name, ratio in one.rivals)}."
-        )
+    if one.races:
+        first = one.races[0]
+        day = f" ({first.taken:%Y-%m-%d})" if first.taken else ""
+        times = joined(f"{race.name} took {figure(race.us)} µs against {figure(race.ours_us)} µs" for race in one.races)
+        lines.append(f"Timed in turn with {short(first.schedule)}{day}, {times}.")
     return " ".join(lines)
 
 

@@ -15,6 +15,8 @@ from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device
 from tiledsched.report.axes import Axes
+from tiledsched.serve.chain import Served
+from tiledsched.serve.transfer import ExpectedLoss
 from tiledsched.store.queries import KnobEffect, RegimeComparison
 from tiledsched.store.records import Entry
 
@@ -50,6 +52,48 @@ class Timed:
     """
     facts: ResourceFacts | None = None
     """Resources of the machine code; None where unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalRace:
+    """Another implementation of a problem, timed in turn with one of our schedules in one run. Both times are as measured."""
+
+    name: str
+    """The other implementation."""
+    us: float
+    """Its time, in microseconds."""
+    ours_us: float
+    """Time of our schedule in the same run, in microseconds."""
+    ratio: float
+    """Median over the rounds of its time over ours."""
+    ratio_low: float
+    """Lower end of the ratio's 95% interval."""
+    ratio_high: float
+    """Upper end of the ratio's 95% interval."""
+    schedule: Schedule
+    """Our schedule in that run."""
+    taken: datetime | None
+    """When the entry with this run was written, UTC; None where that is not known."""
+    version: str
+    """The package and version that computed; empty where unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untuned:
+    """What would be served for a problem that had never been tuned, nor another that is the same work, and what it costs."""
+
+    schedule: Schedule
+    """The schedule that the lookup would then find."""
+    provenance: str
+    """How it would be found: transferred, modelled or default."""
+    relative: float | None
+    """Its time over the best time, both of the report; None where this schedule has no time for the problem."""
+    us: float | None
+    """Its time, in microseconds; None where it has none."""
+    source: str
+    """Why the lookup would choose it, in words."""
+    expected: ExpectedLoss | None = None
+    """What choices like it lost on measured problems that were hidden from the lookup; None where that was never measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +205,21 @@ class ProblemReport:
     median_us: float
     """Median over the distinct programs, in microseconds."""
     programs: int
-    """Distinct programs (machine code and grid) with a time."""
+    """Distinct programs (machine code and grid) with a time, and those in `spilling`."""
     served: Entry | None
-    """What the database serves for this problem; None where it has no entry."""
+    """This problem's own entry; None where it has none."""
+    explained: Served | None = None
+    """What `explain` serves for this problem on this device, and why; None where it serves nothing."""
+    serves: Timed | None = None
+    """The time, among `timed`, of the schedule that `explain` serves; None where it was not timed together with the others."""
+    ties: frozenset[Schedule] = frozenset()
+    """Timed schedules that cannot be told apart from the one of `serves`, which is not among them. Where that is None: from
+    the fastest.
+    """
+    untuned: Untuned | None = None
+    """What would be served without tuning, and what it costs; None where the lookup knows nothing."""
+    spilling: int = 0
+    """Distinct programs that were left out, because they spill registers; none where measured."""
     whole: bool = False
     """Whether all of the search space has a time, but for programs that spill registers."""
     tiles: tuple[TileTime, ...] = ()
@@ -181,9 +237,24 @@ class ProblemReport:
         return self.timed[0]
 
     @property
+    def leader(self) -> Timed:
+        """What is served, where the fastest schedule cannot be told apart from it; else the fastest schedule."""
+        return self.serves if self.serves and self.best.schedule in self.ties else self.best
+
+    @property
+    def faster(self) -> Timed | None:
+        """The fastest schedule, where it is surely faster than the time of what is served; else None."""
+        return self.best if self.serves and self.serves.us > self.best.us and self.leader is self.best else None
+
+    @property
     def runner_up_drop(self) -> float | None:
-        """Time of the runner-up over the best time, minus 1; None without runner-up."""
-        return self.runner_up.us / self.best.us - 1 if self.runner_up else None
+        """Time of the runner-up over that of the leader, minus 1; None without runner-up. Where a race timed the two in turn, the
+        race tells it.
+        """
+        raced = self.served if self.served and self.served.schedule == self.leader.schedule else None
+        if raced and self.runner_up and raced.runner_up == self.runner_up.schedule:
+            return raced.margin
+        return self.runner_up.us / self.leader.us - 1 if self.runner_up else None
 
     @property
     def default_drop(self) -> float | None:
@@ -213,13 +284,30 @@ class ProblemReport:
         return next((tile for tile in reversed(self.tiles[1:]) if tile.searched), None)
 
     @property
-    def rivals(self) -> tuple[tuple[str, float], ...]:
-        """Each rival that was timed in turn with the schedule that is served, and its time over the best time, fastest first."""
+    def races(self) -> tuple[RivalRace, ...]:
+        """The races of other implementations with the schedule of this problem's own entry, the fastest first; none where
+        modelled.
+        """
         if self.served is None or self.provenance != MEASURED:
             return ()
-        relative = next((one.relative for one in self.timed if one.schedule == self.served.schedule), 1.0)
-        known = [(each.name, each.ratio * relative) for each in self.served.rivals or () if each.ratio is not None]
-        return tuple(sorted(known, key=lambda each: (each[1], each[0])))
+        entry = self.served
+        taken = entry.updated_at or (entry.measurement.created_at if entry.measurement else None)
+        found = [
+            RivalRace(
+                name=each.name,
+                us=each.median_us,
+                ours_us=each.ours_us,
+                ratio=each.ratio,
+                ratio_low=each.ratio_low or each.ratio,
+                ratio_high=each.ratio_high or each.ratio,
+                schedule=entry.schedule,
+                taken=taken,
+                version=each.version,
+            )
+            for each in entry.rivals or ()
+            if each.ratio is not None and each.median_us is not None and each.ours_us is not None
+        ]
+        return tuple(sorted(found, key=lambda race: (race.ratio, race.name)))
 
     @property
     def group(self) -> tuple[Any, ...]:

@@ -120,9 +120,11 @@ def histogram_rows(one: ProblemReport) -> list[Row]:
 
 
 def mark_rows(one: ProblemReport) -> list[Row]:
-    """The winner, the default schedule and the rivals, as multiples of the best time, fastest first."""
+    """The winner, the default schedule and the rivals, fastest first. Of a rival it is the ratio of its own race, and its
+    measured time.
+    """
     default = [("default schedule", one.default.relative, one.default.us)] if one.default else []
-    rivals = [(name, relative, one.best.us * relative) for name, relative in one.rivals]
+    rivals = [(race.name, race.ratio, race.us) for race in one.races]
     ordered = sorted([("best", 1.0, one.best.us), *default, *rivals], key=lambda mark: mark[1])
     return [
         {
