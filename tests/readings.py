@@ -64,7 +64,7 @@ def source(self, case, device, arch, months, programs, kernel, problems, others)
     yield "months", months, lambda: " to ".join(
         dict.fromkeys(f"{pick(one.created for one in known.listed):%Y-%m}" for pick in (min, max))
     )
-    yield "programs", programs, lambda: sum(len(one.programs) for one in explored)
+    yield "programs", programs, lambda: sum(one.count for one in explored)
     yield "problems", problems, lambda: len(explored)
     yield "other problems", others, lambda: len(known.measured) - len(explored)
 
@@ -184,17 +184,19 @@ def default_untimed(self, case):
 
 def within(self, case, programs, near, wider):
     """How many programs are nearly as fast as the best."""
-    yield "programs", programs, lambda: len(case.programs)
+    yield "programs", programs, lambda: case.count
     yield "within 1%", near, lambda: sum(case.cost(each) <= 0.01 for each in case.programs)
     yield "within 5%", wider, lambda: sum(case.cost(each) <= 0.05 for each in case.programs)
 
 
-def rivals(self, case, text):
-    """What rivals take, over our time in the same race."""
-    for name, words in re.findall(rf"(\w+) takes {LONGER}", text):
-        yield "ratio", words, lambda name=name: next(
-            each["ratio"] - 1 for each in case.entry["rivals"] if each["name"] == name
-        )
+def races(self, case, schedule, day, text):
+    """What other implementations took, and ours in the same races."""
+    yield "schedule", schedule, lambda: case.entry["schedule"].short()
+    yield "day", day, lambda: case.entry["updated_at"][:10]
+    for name, us, ours in re.findall(r"(\w+) took ([\d.,]+) µs against ([\d.,]+) µs", text):
+        race = next(each for each in case.entry["rivals"] if each["name"] == name)
+        yield "rival us", us, lambda race=race: race["median_us"]
+        yield "ours", ours, lambda race=race: race["ours_us"]
 
 
 def few(self, case, five, problems, two, one):
@@ -279,7 +281,7 @@ SENTENCES = {
     "default best": (r"The untuned default is the best\.", default_is_best),
     "default untimed": (r"The untuned default was not timed\.", default_untimed),
     "within": (rf"Of {N} programs?, the best included, {N} (?:is|are) within 1% of the best time and {N} within 5%\.", within),
-    "rivals": (r"Of other implementations, (.*)\.", rivals),
+    "races": (rf"Timed in turn with {CODE}(?: \(([\d-]+)\))?, (.*)\.", races),
     "few": (
         rf"{N} schedules? (?:is|are) enough to keep all {N} problems within 5% of their best, {N} within 2%, {N} within 1%\.",
         few,
@@ -765,7 +767,7 @@ def shown_line(self, line):
     yield "model us", estimate, lambda: {f"{entry['model_us']:.1f}" for entry in alike if entry["model_us"]}
     if rate != "-":
         yield "rate", rate.split()[0], lambda: {
-            f"{rate_of(entry['problem'], entry['measurement'].us):,.0f}" for entry in alike if entry["measurement"]
+            f"{rate_of(entry['problem'], entry['measurement'].us):.0f}" for entry in alike if entry["measurement"]
         }
 
 

@@ -25,7 +25,7 @@ from tiledsched.core.device import ARCHS
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import Problem, rate_of
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import MAX_SPILL_BYTES
+from tiledsched.core.resources import MAX_SPILL_BYTES, ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Device
@@ -72,20 +72,29 @@ class Case:
     """The schedule that was timed, for each schedule with a time."""
     fingerprints: dict[Schedule, str]
     entry: dict | None
+    """The problem's own entry, of the compiler whose times are shown."""
+    served: Schedule | None
+    """What is served with the installed compiler."""
+    arch: str
     whole: bool = False
-    date: datetime | None = None
+    spilling: int = 0
+    """Programs that were left out because they spill registers."""
     trace: list[float] = field(default_factory=list)
 
     @cached_property
     def programs(self):
         """The schedules that were timed themselves, fastest first; of equal times what is served stands first."""
-        served = self.entry and self.entry["schedule"]
         own = [each for each, timed in self.program_of.items() if each == timed]
-        return sorted(own, key=lambda each: (self.times[each], each != served, each.id))
+        return sorted(own, key=lambda each: (self.times[each], each != self.served, each.id))
 
     @property
     def best(self):
         return self.programs[0]
+
+    @property
+    def count(self):
+        """Programs that were compared: those that were left out because they spill took part, too."""
+        return len(self.programs) + self.spilling
 
     @property
     def us(self):
@@ -106,8 +115,6 @@ class Case:
         default = space.default(self.problem)
         filled = {each: Schedule({**default, **each}) for each in sorted(self.times, key=self.times.get)}
         return next((each for each, whole in filled.items() if whole == default), None)
-
-    arch: str = ""
 
     def tiles(self, knobs):
         """Each tile with its best schedule, its programs, and whether they are enough to judge it; the best tile first."""
@@ -183,18 +190,40 @@ class Case:
         return next(found, None)
 
     @cached_property
+    def leader(self):
+        """What is served, where the fastest program is tied with it; else the fastest program."""
+        served = self.served and next((each for each in self.times if self.filled(each) == self.filled(self.served)), None)
+        tied = served is not None and self.tied(self.best, served)
+        return served if served is not None and (tied or self.program_of[served] == self.best) else self.best
+
+    def filled(self, schedule):
+        """A schedule with younger knobs at their defaults."""
+        return Schedule({**space_for(self.arch, self.problem.declaration).default(self.problem), **schedule})
+
+    def tied(self, one, other):
+        """Whether a program cannot be told apart from another: as its race found, or else by intervals and times."""
+        first, second = self.program_of[one], self.program_of[other]
+        entry = self.entry if self.entry and self.entry["provenance"] == "measured" else None
+        if self.provenance != "measured" or first == second:
+            return False
+        if entry and entry["schedule"] == other:
+            if first in {self.program_of.get(each) for each in entry["ties"]}:
+                return True
+            if entry["runner_up"] and first == self.program_of.get(entry["runner_up"]):
+                return False
+        (low, high, _), (least, most, _) = self.intervals[first], self.intervals[second]
+        times = sorted((self.times[first], self.times[second]))
+        return (low <= most and least <= high) or times[1] <= 1.01 * times[0]
+
+    @cached_property
     def runner_up(self):
-        """What the fastest program costs that is not tied with the best; where none was timed, what the race found."""
-        entry, ties = self.entry, set()
-        if self.provenance == "measured":
-            raced = [entry["schedule"], *entry["ties"]] if entry and entry["provenance"] == "measured" else []
-            ties = {self.program_of[each] for each in raced if each in self.program_of}
-            if self.best not in ties:
-                ties = {each for each in self.programs if self.intervals[each][0] <= self.intervals[self.best][1]}
-        other = next((each for each in self.programs[1:] if each not in ties), None)
-        if other is not None:
-            return self.cost(other)
-        return entry["margin"] if entry and entry["runner_up"] and entry["schedule"] == self.best else None
+        """What the fastest program costs that is not tied with the leader; where a race timed both, what the race found."""
+        own = self.program_of[self.leader]
+        other = next((each for each in self.programs if each != own and not self.tied(each, self.leader)), None)
+        raced = self.entry if self.entry and self.entry["schedule"] == self.leader and self.entry["runner_up"] else None
+        if raced and other in (None, raced["runner_up"]):
+            return raced["margin"]
+        return other and self.times[other] / self.times[self.leader] - 1
 
     def favourite(self, knob):
         """The value of a knob than which none compared is faster and at least one is surely slower; None where there is none."""
@@ -436,8 +465,8 @@ class Evidence:
             program_of,
             fingerprints,
             entry,
-            date=max(one.created for one in found),
-            arch=self.arch,
+            self._served(problem, mode, device),
+            self.arch,
         )
         order = sorted(trace.values(), key=lambda one: min(two.created for two in found if same_run(one, two)))
         case.trace = [one.us / case.us for one in order]
@@ -476,9 +505,9 @@ class Evidence:
         """The cases of problems that nobody measured, from the files of builds that ship, or else from the entry alone."""
         known = {(case.problem, case.mode) for case in self.measured}
         found = {}
-        for entry in self.entries:
-            key = entry["problem"], entry["mode"]
-            if entry["provenance"] == "modelled" and key not in known and key not in found:
+        for key in dict.fromkeys((entry["problem"], entry["mode"]) for entry in self.entries):
+            entry = self.entry_of(*key)
+            if entry and entry["provenance"] == "modelled" and key not in known:
                 found[key] = self._modelled(entry)
         return [case for case in found.values() if case]
 
@@ -498,20 +527,23 @@ class Evidence:
             estimates = data.get("times", {}).get(self.arch, {}).get(alike.id)
             if not estimates:
                 continue
-            times, prints, spilled = {}, {}, set()
+            times, prints, facts, spilled = {}, {}, {}, set()
             every = range(len(data["builds"]))
             for place_of in data["serves"][alike.id] or every:
                 *values, _, outcome = data["builds"][place_of]
                 fingerprint = data["programs"][outcome]
                 schedule = Schedule(dict(zip(data["knobs"], values, strict=True)))
+                kind = fingerprint[0] if alike == problem else f"{own}:{fingerprint[0]}"
                 if len(fingerprint) > 2 and schedule.get("accum_mode", "fp32") == mode:
-                    prints[schedule] = fingerprint[0]
-                    if fingerprint[2:][FACTS.index("spill_bytes")] > MAX_SPILL_BYTES:
+                    prints[schedule] = kind
+                    facts[schedule] = ResourceFacts(**dict(zip(FACTS, fingerprint[2:], strict=True)))
+                    if facts[schedule].spill_bytes > MAX_SPILL_BYTES:
                         spilled.add(schedule)
             for place_of, us in zip(*estimates, strict=True):
                 *values, _, _ = data["builds"][place_of]
                 times[Schedule(dict(zip(data["knobs"], values, strict=True)))] = us
             named = {Schedule({**default, **entry["schedule"]}), entry["schedule"], default}
+            every = {self.program(problem, code, each, spec) for each, code in prints.items()}
             if len(spilled) < len(prints):
                 prints = {each: code for each, code in prints.items() if each not in spilled or each in named}
             groups = defaultdict(list)
@@ -519,6 +551,8 @@ class Evidence:
                 groups[self.program(problem, code, schedule, spec)].append(schedule)
             program_of = {}
             for members in groups.values():
+                for each in {*members} & {default} - {*times}:  # it spills, and no estimate of it ships
+                    times[each] = self.kernel.cost.model(problem, each, facts[each], spec)
                 timed = [each for each in members if each in times]
                 if timed:
                     first = min(timed, key=lambda each: (each not in named, changed(each, default), each.id))
@@ -534,14 +568,18 @@ class Evidence:
                 program_of,
                 {each: prints[each] for each in program_of},
                 entry,
+                entry["schedule"],
+                self.arch,
                 whole=True,
-                arch=self.arch,
+                spilling=len(every) - len(groups),
             )
         times = {entry["schedule"]: entry["model_us"]}
         if entry["runner_up"] and entry["margin"] is not None:
             times[entry["runner_up"]] = entry["model_us"] * (1 + entry["margin"])
         same = {each: each for each in times}
-        return Case("modelled", problem, "", mode, times, {}, same, {}, entry, arch=self.arch) if entry["model_us"] else None
+        prints = {entry["schedule"]: entry["fingerprint"]} | dict.fromkeys([*times][1:], "")
+        case = Case("modelled", problem, "", mode, times, {}, same, prints, entry, entry["schedule"], self.arch)
+        return case if entry["model_us"] else None
 
     @cached_property
     def cases(self):
@@ -668,6 +706,10 @@ class Evidence:
                 for name, (one, two) in races.items():
                     found[key] |= {name: one.us / two.us - 1, f"{name}_distinct": one.low > two.high}
         return found
+
+    def _served(self, problem, mode, device):
+        entry = self.entry_of(problem, mode, device)
+        return entry and entry["schedule"]
 
     def served_entry(self, problem, mode="fp32"):
         """The entry of a problem, whatever GPU it is of."""
