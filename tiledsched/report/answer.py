@@ -9,21 +9,20 @@ from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
-from tiledsched.core.schedule import HINT_KNOBS
-from tiledsched.core.text import code, figure, joined, longer, plural, short, tile_text
-from tiledsched.report.analysis import named_tile
+from tiledsched.core.schedule import named_tile
+from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report
+from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
 
 MOST_NAMED = 6
 """Knobs that are named in a sentence, at most; those whose values cost most are taken."""
+MOST_RULES = 5
+"""Rules in the answer, at most; the table of rules has all of them."""
 MATTERS = 0.05
 """A kernel whose worst tile costs less than this is not sensitive to its tile."""
-MODEL_ERROR = 0.034
-"""Mean error of the model's times on a GB10 at lengths from 2048, under the conditions of each publication
-(docs/results/blackwell.md). Estimates that lie closer together than this say little about which is faster."""
 
 
 def answer(report: Report) -> tuple[str, ...]:
@@ -42,7 +41,16 @@ def answer(report: Report) -> tuple[str, ...]:
     ]
     if not problems:
         return (*lines, *_of_winners(section.problems))
-    found = [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
+    found = [
+        _error(report, problems),
+        *_served(report, problems),
+        _tiles(report, problems),
+        _default(problems),
+        _untuned(problems),
+        *rule_sentences(report),
+        *_knobs(report, problems),
+        _highest_rate(problems),
+    ]
     return tuple(filter(None, [*lines, *found]))
 
 
@@ -61,9 +69,9 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
         tried = f"{tile_text(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
         lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
     if one.default and one.default.relative > 1:
-        others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
+        others.append(f"the compiler defaults take {longer(one.default.relative - 1)}")
     elif one.default or measured:
-        lines.append(f"The untuned default {'is the best' if one.default else 'was not timed'}.")
+        lines.append(f"The compiler defaults {'are the best' if one.default else 'were not timed'}.")
     lines += [_sentence(joined(others))] if others else []
     if one.programs > 1:
         programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
@@ -118,20 +126,20 @@ def next_step(report: Report) -> str:
 
 def least_sure(report: Report) -> str:
     """Which modelled problems to measure first, and with which command: those whose two best tiles have estimates that lie
-    closer together than the model's mean error. Empty where there is no such problem, or nothing is modelled.
+    closer together than the model's error. Empty where there is no such problem, or the error is not known.
     """
     close = [
-        (sum(tile.relative - 1 < MODEL_ERROR for tile in one.tiles), one)
+        (sum(tile.relative - 1 <= one.tolerance for tile in one.tiles), one)
         for one in report.modelled.problems
-        if len(one.tiles) > 1 and one.tiles[1].relative - 1 < MODEL_ERROR
+        if one.error and len(one.tiles) > 1 and one.tiles[1].relative - 1 <= one.tolerance
     ]
     if not close:
         return ""
     most, first = min(close, key=lambda each: (-each[0], each[1].best.us, len(format_problem(each[1].problem))))
     tiles = " and ".join(tile_text(tile.tile) for tile in first.tiles[:2])
     return (
-        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles are within "
-        f"{MODEL_ERROR * 100:.1f}% of each other, which is the model's mean error where others measured, so measure these first. "
+        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles differ by "
+        "less than the model's error, so measure these first. "
         f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run "
         f"{_command(report, 'tune', first)} on a machine with this GPU."
     )
@@ -164,6 +172,28 @@ def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
     return f"{said}."
 
 
+def _error(report: Report, problems: Sequence[ProblemReport]) -> str:
+    """How far the model is off on problems like these; empty where they were measured."""
+    if problems[0].provenance == MEASURED:
+        return ""
+    known = [one.error for one in problems if one.error]
+    unknown = f"never compared with measurements of {report.kernel} on {report.arch} that the model was not fitted to"
+    if not known:
+        return f"Estimates like these were {unknown}: they do not tell which schedule is faster."
+    least, most = (percent(end(error.mean for error in known)) for end in (min, max))
+    off = f"{least} to {most} off on average, depending on size and tile" if least != most else f"{most} off on average"
+    said = f"Estimates like these were {off} ({joined(dict.fromkeys(error.source for error in known))})."
+    rest = len(problems) - len(known)
+    return said + (f" For {rest} of {plural(len(problems), 'problem')} they were {unknown}." if rest else "")
+
+
+def rule_sentences(report: Report) -> list[str]:
+    """For which problems each value of a knob is good, as far as rules were found."""
+    found = rules_of((report.measured if report.measured.problems else report.modelled).problems, report.tile)
+    sentences = [f"{rule.text} ({rule.score})" for rule in found[:MOST_RULES]]
+    return [f"Which value is good depends on the problem. {'. '.join(sentences)}."] if found else []
+
+
 def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
     """What can be said where little but the best schedules has a time."""
     if not problems:
@@ -186,8 +216,7 @@ def _raced(one: ProblemReport) -> str:
 
 def _tile_knobs(report: Report) -> tuple[str, ...]:
     """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
-    found = report.tile_knobs or ()
-    return () if {*found} & {*HINT_KNOBS} else found
+    return report.tile
 
 
 def _unit(report: Report) -> tuple[str, str]:
@@ -196,6 +225,47 @@ def _unit(report: Report) -> tuple[str, str]:
     if named_tile(knobs) or all(any(word in knob.lower() for word in ("tile", "block")) for knob in knobs):
         return "its tile", "tile"
     return " and ".join(map(code, knobs)), "pair of values"
+
+
+def _served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+    """What `explain` serves for the problems, and how that compares with the fastest that was timed."""
+    tile, said = _tile_knobs(report), list[str]()
+    of_tile = [each.schedule for one in problems if (each := one.explained) and tile and {*tile} <= {*each.schedule}]
+    counts = Counter(tile_text((each.number(tile[0]), each.number(tile[1]))) for each in of_tile).most_common()
+    if len(problems) > 1 and counts:
+        named = joined(f"{each} for {number}" for each, number in counts)
+        said.append(f"Of {len(problems)} problems, {named} are served with this {_unit(report)[1]}.")
+    measured = problems[0].provenance == MEASURED
+    apart = [one for one in problems if one.serves is None]
+    faster = [one for one in problems if one.faster]
+    first = [one for one in problems if one.serves and one.serves.us <= one.best.us]
+    ties = len(problems) - len(apart) - len(faster) - len(first)
+    among = "the fastest that was timed" if measured else "the one with the shortest estimate"
+    parts = [f"is {among} for {len(first)}" if first else ""]
+    parts.append((f"ties with it for {ties}" if measured else f"has a longer estimate for {ties}") if ties else "")
+    parts.append(f"is surely slower than another for {len(faster)}" if faster else "")
+    unknown = "was not timed beside the others" if measured else "has no estimate"
+    parts.append(f"{unknown} for {len(apart)}" if apart else "")
+    said.append(
+        f"The schedule that `explain` serves {joined(filter(None, parts))} of {plural(len(problems), 'problem')}."
+    )
+    if faster:
+        most = min(faster, key=lambda one: 1 / one.serves.relative if one.serves else 1.0)
+        said.append(_sentence(faster_text(most)))
+    return said
+
+
+def faster_text(one: ProblemReport) -> str:
+    """That another schedule is surely faster than the one served, with both times and their days; empty where none is."""
+    if one.faster is None or one.serves is None:
+        return ""
+    times = [
+        f"{figure(each.us)} µs{f' on {each.taken:%Y-%m-%d}' if each.taken else ''}" for each in (one.faster, one.serves)
+    ]
+    return (
+        f"for {one.problem}, {short(one.faster.schedule)} took {times[0]}, and what is served, {short(one.serves.schedule)}, "
+        f"{times[1]}: {longer(1 / one.serves.relative - 1)}, but the two were not raced against each other"
+    )
 
 
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -212,24 +282,62 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     measured = problems[0].provenance == MEASURED
     where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
     drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
+    ties = sum(one.second_tile.ties for one in problems if one.second_tile)
     said = f"{longer(drop)} ({_median(second)})"
+    if ties == len(second):
+        said, takes = f"({_median(second)})", "ties with the best"
+    else:
+        takes, said = "takes", f"{said}; it ties with the best for {ties} of them" if ties else said
     if most > drop:
-        said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
-    if drop > (AS_GOOD if measured else MODEL_ERROR):
-        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
+        said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
+        said += "" if len(worst) == len(second) else f" ({_median(worst)})"
+    if not measured:
+        apart = sum(one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None)
+        which = f"For {apart} of {len(second)} problems the" if apart else "The"
+        more = "more" if apart else "no more"
+        return f"{where}, the second best {unit} {takes} {said}. {which} two differ by {more} than the model's error."
+    if drop > AS_GOOD:
+        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} {takes} {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
-    error = "" if measured else f" Differences below {MODEL_ERROR * 100:.1f}% are within the model's error."
-    return f"{where}, {report.kernel} {verdict}: the second best takes {said}.{error}"
+    return f"{where}, {report.kernel} {verdict}: the second best {takes} {said}."
 
 
 def _default(problems: Sequence[ProblemReport]) -> str:
+    """What the compiler defaults cost."""
     drops = [one.default_drop for one in problems if one.default_drop is not None]
     if not drops:
-        return "The untuned default was not timed." if problems[0].provenance == MEASURED else ""
+        return "The compiler defaults were not timed." if problems[0].provenance == MEASURED else ""
+    rest = len(problems) - len(drops)
+    return f"The compiler defaults take {_cost(drops)}{f'; for {rest} they have no time' if rest else ''}."
+
+
+def _untuned(problems: Sequence[ProblemReport]) -> str:
+    """What is lost where a problem was never tuned, as far as it was timed, and what such choices lost elsewhere."""
+    choices = [one.untuned for one in problems if one.untuned]
+    drops = [each.relative - 1 for each in choices if each.relative is not None]
+    unknown = [each for each in choices if each.relative is None]
+    if not choices:
+        return ""
+    said = f"takes {_cost(drops)}" if drops else "has no time for any of these problems"
+    if drops and unknown:
+        said += f"; for the other {len(unknown)} that schedule was not timed"
+    expected = {each.expected for each in unknown if each.expected}
+    if expected:
+        means = sorted(each.mean for each in expected)
+        mean = " to ".join(dict.fromkeys((percent(means[0]), percent(means[-1]))))
+        archs = joined(sorted({each.arch for each in expected}))
+        said += (
+            f". On problems of {archs} that were hidden from it, such choices lost {mean} on average, and at worst "
+            f"{percent(max(each.worst for each in expected))}"
+        )
+    return f"What is served without tuning {said}."
+
+
+def _cost(drops: Sequence[float]) -> str:
+    """Losses over the best time in words: their median and the largest."""
     drop = statistics.median(drops)
-    if drop <= AS_GOOD:
-        return f"The untuned default is as good as the best schedule: it takes {longer(drop)} ({_median(drops)})."
-    return f"The untuned default takes {longer(drop, 'the best schedule')} ({_median(drops)})."
+    most = f", at most {longer(max(drops))}" if len(drops) > 1 and max(drops) > drop + 0.0005 else ""
+    return f"{longer(drop, 'the best schedule')} ({_median(drops)}{most})"
 
 
 def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
@@ -239,26 +347,28 @@ def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVer
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What to do about the other knobs."""
     of: dict[str, list[KnobVerdict]] = defaultdict(list)
+    measured = problems[0].provenance == MEASURED
+    section = report.measured if measured else report.modelled
+    ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
     for each in _verdicts(report, problems):
-        unseen = problems[0].provenance != MEASURED and _without_effect(each)
-        of["unseen" if unseen else each.advice].append(each)
+        of["rule" if (each.knob,) in ruled else each.advice].append(each)
     chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
     left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
     what, too = "problem" if len(problems) > 1 else "program", ", too" if chosen else ""
     sentences = {
         "choose": f"Tune {_list(chosen)} for each problem.",
         "leave": f"Leave {_list(left)}: no other value tried is more than 1% faster.",
-        "unseen": f"The model sees no difference between values of {_names(of['unseen'])}.",
         "unclear": f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.",
         "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
     }
+    if not measured:
+        told = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in (*of["choose"], *of["leave"])]
+        sentences = {
+            "told": f"By more than the model's error differ the values of {_list(told)}.",
+            "unclear": f"The model cannot tell the values of {_names(of['unclear'])} apart: it is further off than they differ.",
+        }
+        of["told"] = [*of["choose"], *of["leave"]]
     return [sentence for advice, sentence in sentences.items() if of[advice]]
-
-
-def _without_effect(verdict: KnobVerdict) -> bool:
-    """Whether no value compared makes any difference: a model may know nothing of a knob."""
-    ratios = [each.ratio for each in verdict.effects if each.ratio is not None]
-    return bool(ratios) and all(abs(ratio - 1) < 1e-6 for ratio in ratios)
 
 
 def _preferred(verdict: KnobVerdict, problems: int) -> str:
@@ -269,36 +379,30 @@ def _preferred(verdict: KnobVerdict, problems: int) -> str:
         *(f"{show(value)} for {n}" for value, n in others),
     ]
     rest = problems - sum(times for _, times in verdict.preferred)
-    return ", ".join([*words, *([f"none surely for {rest}"] if rest else [])])
+    none = "the model cannot tell for" if any(each.estimated for each in verdict.effects) else "none surely for"
+    return ", ".join([*words, *([f"{none} {rest}"] if rest else [])])
 
 
-def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
-    """The best schedule of the only problem, or how often each tile is best and where the rate is highest."""
-    if len(problems) == 1:
-        return _sentence(_best_of(problems[0]))
-    said, unit = "", _unit(report)[1]
-    counts = Counter(one.tiles[0].tile for one in problems if one.tiles and _tile_knobs(report)).most_common()
-    if counts:
-        (first, number), *others = counts
-        best, more = (
-            f"{tile_text(first)} is the best {unit} for",
-            [f"{tile_text(tile)} for {times}" for tile, times in others],
-        )
-        said = f"Of {len(problems)} problems, {joined([f'{best} {number}', *more])}. " if more else f"{best} all. "
+def _highest_rate(problems: Sequence[ProblemReport]) -> str:
+    """Where the rate is highest, of several problems."""
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    return f"{said}Among these problems, the highest rate is that of {top.problem}: {short(top.best.schedule)}, {_time(top)}."
+    if len(problems) == 1 or not top.best.rate:
+        return _sentence(_best_of(top)) if len(problems) == 1 else ""
+    return (
+        f"Among these problems, the highest rate is that of {top.problem}: {short(top.leader.schedule)}, {_time(top)}."
+    )
 
 
 def _best_of(one: ProblemReport) -> str:
-    return f"the best schedule is {short(one.best.schedule)}: {_time(one)}"
+    return f"the best schedule is {short(one.leader.schedule)}: {_time(one)}"
 
 
 def _time(one: ProblemReport) -> str:
     """The best time of a problem and its rate."""
-    rate = f" ({figure(one.best.rate)} {unit_of(one.problem)})" if one.best.rate else ""
-    return f"{figure(one.best.us)} µs{rate}"
+    rate = f" ({figure(one.leader.rate)} {unit_of(one.problem)})" if one.leader.rate else ""
+    return f"{figure(one.leader.us)} µs{rate}"
 
 
 def _median(values: Sequence[float]) -> str:

@@ -5,18 +5,21 @@ Times are microseconds; drops, changes and spreads are fractions (0.10 is 10%).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device
 from tiledsched.report.axes import Axes
 from tiledsched.serve.chain import Served
 from tiledsched.serve.transfer import ExpectedLoss
+from tiledsched.store.model_error import ModelError
 from tiledsched.store.queries import KnobEffect, RegimeComparison
 from tiledsched.store.records import Entry
 
@@ -46,12 +49,20 @@ class Timed:
     """The measured time with its interval; None where modelled."""
     samples: int = 0
     """Timed launches; 0 where modelled."""
+    taken: datetime | None = None
+    """When it was measured, UTC; None where modelled."""
     same_program_as: Schedule | None = None
     """The schedule that was timed in its place, because it has the same machine code and grid; None where it was timed
     itself.
     """
     facts: ResourceFacts | None = None
     """Resources of the machine code; None where unknown."""
+
+    def ties_with(self, other: Timed) -> bool:
+        """Whether two times cannot be told apart, because their intervals overlap, or differ by no more than `AS_GOOD`."""
+        one, two = self.timing, other.timing
+        overlap = one and two and one.ci_low_us <= two.ci_high_us and two.ci_low_us <= one.ci_high_us
+        return bool(overlap) or max(self.us, other.us) <= min(self.us, other.us) * (1 + AS_GOOD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +116,15 @@ class TileTime:
     us: float
     """Best time over all other knobs, in microseconds."""
     relative: float
-    """Its time over the best tile's time."""
+    """Its time over the best time of all tiles."""
     schedule: Schedule
     """The schedule with that time."""
     programs: int
     """Distinct programs with this tile that have a time."""
     searched: bool
-    """Whether they are enough, beside those of other tiles, to say what the tile costs; always so for the best tile."""
+    """Whether they are enough, beside those of other tiles, to say what the tile costs; always so for the first tile."""
+    ties: bool = False
+    """Whether its best schedule cannot be told apart from that of the first tile; never so where modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +142,15 @@ class ValueEffect:
     ratio: float | None
     """Time with `value` over time with `against`, a geometric mean; None where too few pairs were timed."""
     ci_low: float | None
-    """Lower end of the ratio's 95% interval; None where too few pairs were timed."""
+    """Lower end of the ratio's 95% interval, or the least ratio where `estimated`; None where too few pairs were timed."""
     ci_high: float | None
-    """Upper end of the ratio's 95% interval; None where too few pairs were timed."""
+    """Upper end of the ratio's 95% interval, or the largest ratio where `estimated`; None where too few pairs were timed."""
     pairs: int
     """Matched pairs whose faster program is close to the best."""
     problems: int
     """Problems with such pairs."""
+    estimated: bool = False
+    """Whether the times are estimates. They are the same every time, so that their spread over pairs is no interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +161,7 @@ class KnobVerdict:
     """Name of the knob."""
     advice: str
     """leave: one value is as good as the best for all problems. choose: problems contradict each other. unclear: neither is
-    known. untried: no two values were compared in enough pairs.
+    known. untried: no two values were compared in enough pairs. Of estimates, only differences beyond the model's error count.
     """
     value: KnobValue
     """Where to leave the knob; otherwise the value that most problems prefer."""
@@ -154,7 +169,8 @@ class KnobVerdict:
     """Every other value that was timed, compared with `value`; untried ones too."""
     preferred: tuple[tuple[KnobValue, int], ...]
     """Each value that problems prefer, with the number of these problems, the most frequent first. A problem prefers a value
-    if none compared with it is faster, and at least one is surely slower.
+    if none compared with it is faster, and at least one is surely slower; of estimates, if the best time with every other
+    value is longer by more than the model's error.
     """
 
 
@@ -216,20 +232,39 @@ class ProblemReport:
     """Timed schedules that cannot be told apart from the one of `serves`, which is not among them. Where that is None: from
     the fastest.
     """
+    level: frozenset[Schedule] = frozenset()
+    """Timed schedules that cannot be told apart from the leader."""
     untuned: Untuned | None = None
-    """What would be served without tuning, and what it costs; None where the lookup knows nothing."""
+    """What would be served without tuning, and what it costs; None where the lookup knows nothing, and for problems that ship
+    of which little but the winner has a time.
+    """
     spilling: int = 0
     """Distinct programs that were left out, because they spill registers; none where measured."""
     whole: bool = False
     """Whether all of the search space has a time, but for programs that spill registers."""
     tiles: tuple[TileTime, ...] = ()
-    """Each tile size, best first; empty where schedules have no tile knobs."""
+    """Each tile size: that of the leader first, then the others by their best times. Empty where schedules have no tile knobs."""
     taken: datetime | None = None
     """When the newest of its measurements was taken, UTC; None where modelled."""
+    error: ModelError | None = None
+    """How far estimates like these are off; None where measured, and where estimates were never compared with measurements."""
     trace: tuple[float, ...] = ()
     """Time over the best time for each program of the newest run, in the order measured; empty where imported or
     modelled.
     """
+
+    @cached_property
+    def known_times(self) -> list[tuple[dict[str, KnobValue], float]]:
+        """Every schedule with a time, and that time over the best time; also what cannot be told apart from the best, as 1."""
+        ties = {*self.ties, *(self.served.ties if self.served else ())} if self.faster is None else ()
+        return [*((dict(one.schedule), one.relative) for one in self.timed), *((dict(tie), 1.0) for tie in ties)]
+
+    @property
+    def tolerance(self) -> float:
+        """What takes at most this share longer than the best may be as good: infinite for estimates whose error is not known."""
+        if self.provenance == MEASURED:
+            return AS_GOOD
+        return max(AS_GOOD, self.error.mean) if self.error else math.inf
 
     @property
     def best(self) -> Timed:
@@ -238,13 +273,19 @@ class ProblemReport:
 
     @property
     def leader(self) -> Timed:
-        """What is served, where the fastest schedule cannot be told apart from it; else the fastest schedule."""
-        return self.serves if self.serves and self.best.schedule in self.ties else self.best
+        """What is served, where the fastest schedule cannot be told apart from it, or lost the race against it; else the fastest
+        schedule.
+        """
+        served, own = self.serves, self.served
+        if served is None or served.us <= self.best.us or self.best.schedule in self.ties:
+            return served or self.best
+        lost = own is not None and (own.schedule, own.runner_up) == (served.schedule, self.best.schedule)
+        return served if lost else self.best
 
     @property
     def faster(self) -> Timed | None:
-        """The fastest schedule, where it is surely faster than the time of what is served; else None."""
-        return self.best if self.serves and self.serves.us > self.best.us and self.leader is self.best else None
+        """The fastest schedule, where its time is surely shorter than that of what is served; else None, as where modelled."""
+        return self.best if self.provenance == MEASURED and self.serves and self.leader is not self.serves else None
 
     @property
     def runner_up_drop(self) -> float | None:
@@ -265,7 +306,7 @@ class ProblemReport:
 
     @property
     def second_tile(self) -> TileTime | None:
-        """The second best tile; None with fewer than two tiles, and where too little was searched of the second.
+        """The best tile but the leader's; None with fewer than two tiles, and where too little was searched of it.
 
         What is not searched enough could only turn out faster: within `AS_GOOD` of the best it says that the tile matters
         little.
@@ -275,8 +316,8 @@ class ProblemReport:
 
     @property
     def tile_drop(self) -> float | None:
-        """Best time of the second best tile over the best time, minus 1; None where that tile is not known."""
-        return self.second_tile.relative - 1 if self.second_tile else None
+        """Best time of the second tile over that of the leader's, minus 1, and not below 0; None where that tile is not known."""
+        return max(0.0, self.second_tile.us / self.tiles[0].us - 1) if self.second_tile else None
 
     @property
     def worst_tile(self) -> TileTime | None:
@@ -469,6 +510,12 @@ class Report:
     """Compilers behind the modelled entries, one line each."""
     ceilings: tuple[Ceiling, ...] = ()
     """The highest rates that any kernel reached, for each GPU."""
+
+    @property
+    def tile(self) -> tuple[str, ...]:
+        """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
+        found = self.tile_knobs or ()
+        return () if {*found} & {*HINT_KNOBS} else found
 
     def group_text(self, one: ProblemReport) -> str:
         """What the problems of a panel share: sizes, accumulators, and the device where there are several."""
