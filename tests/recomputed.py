@@ -11,11 +11,10 @@ import math
 import re
 import sqlite3
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import numpy as np
 from scipy import stats
@@ -73,9 +72,7 @@ class Case:
     fingerprints: dict[Schedule, str]
     entry: dict | None
     """The problem's own entry, of the compiler whose times are shown."""
-    served: Schedule | None
-    """What is served with the installed compiler."""
-    arch: str
+    evidence: "Evidence"
     whole: bool = False
     spilling: int = 0
     """Programs that were left out because they spill registers."""
@@ -108,13 +105,113 @@ class Case:
     def rate(self):
         return rate_of(self.problem, self.us)
 
+    @property
+    def served(self):
+        """What `explain` serves, where that was asked for; else the schedule of the problem's own entry."""
+        known = self.evidence.answers.get(self.problem)
+        return known or (self.entry and self.entry["schedule"])
+
     @cached_property
     def default(self):
         """The default schedule as it stands among those with a time; None where it does not."""
-        space = space_for(self.arch, self.problem.declaration)
-        default = space.default(self.problem)
-        filled = {each: Schedule({**default, **each}) for each in sorted(self.times, key=self.times.get)}
-        return next((each for each, whole in filled.items() if whole == default), None)
+        return self.timed_as(self.space.default(self.problem))
+
+    @cached_property
+    def space(self):
+        return space_for(self.evidence.arch, self.problem.declaration)
+
+    def timed_as(self, wanted):
+        """The schedule with a time that is the one wanted once younger knobs are at their defaults; None where there is none."""
+        if wanted is None or wanted in self.times:
+            return wanted
+        near = (each for each in self.order if all(wanted.get(knob, value) == value for knob, value in each.items()))
+        return next((each for each in near if self.filled(each) == self.filled(wanted)), None)
+
+    def filled(self, schedule):
+        """A schedule with younger knobs at their defaults."""
+        return Schedule({**self.space.default(self.problem), **schedule})
+
+    @property
+    def order(self):
+        """All schedules with a time, fastest first, of equal times those that were timed themselves and what is served."""
+        own = self.program_of
+        return sorted(self.times, key=lambda each: (self.times[each], own[each] != each, each != self.served, each.id))
+
+    @cached_property
+    def serves(self):
+        """The schedule with a time that is served; None where what is served has none."""
+        return self.timed_as(self.served) or (self.served and self.evidence.timed_as(self, self.served.id))
+
+    @cached_property
+    def leader(self):
+        """What is served, where the fastest is tied with it or lost the race against it; else the fastest."""
+        served, entry = self.serves, self.entry
+        if served is None or self.times[served] <= self.us or self.tied(self.best, served):
+            return served or self.best
+        lost = entry and (entry["schedule"], entry["runner_up"]) == (served, self.best)
+        return served if lost else self.best
+
+    @property
+    def faster(self):
+        """The fastest schedule, where it is surely faster than what is served."""
+        return self.best if self.provenance == "measured" and self.serves and self.leader != self.serves else None
+
+    def tied(self, one, other):
+        """Whether a schedule cannot be told apart from another: as the other's race found, or else by intervals and times."""
+        first, second = self.program_of[one], self.program_of[other]
+        if self.provenance != "measured" or first == second:
+            return False
+        entry = self.entry
+        if entry and entry["provenance"] == "measured" and entry["schedule"] == other:
+            raced = dict.fromkeys(entry["ties"], True) | ({entry["runner_up"]: False} if entry["runner_up"] else {})
+            decided = {self.program_of[each]: raced[each] for each in self.order if each in raced}
+            if first in decided:
+                return decided[first]
+        (low, high, _), (least, most, _) = self.intervals[first], self.intervals[second]
+        shorter, longer = sorted((self.times[first], self.times[second]))
+        return (low <= most and least <= high) or longer <= 1.01 * shorter
+
+    @cached_property
+    def runner_up(self):
+        """What the fastest program costs that is not tied with the leader; where a race timed both, what the race found."""
+        own = self.program_of[self.leader]
+        other = next((each for each in self.programs if each != own and not self.tied(each, self.leader)), None)
+        raced = self.entry if self.entry and self.entry["schedule"] == self.leader and self.entry["runner_up"] else None
+        if raced and other in (None, raced["runner_up"]):
+            return raced["margin"]
+        return other and self.times[other] / self.times[self.leader] - 1
+
+    @cached_property
+    def error(self):
+        """The model's error on problems like this one, from the file that ships; None where it was never compared."""
+        if self.provenance == "measured":
+            return None
+        tile = "x".join(str(self.best[knob]) for knob in self.evidence.tile_knobs or () if knob in self.best)
+        values = {name: value for name, value in self.problem.to_json().items() if name != "kernel"}
+
+        def covers(where):
+            return all(
+                name in where
+                and (
+                    where[name] is None
+                    or any(
+                        each[0] <= value <= each[1] if isinstance(each, list) else each == value for each in where[name]
+                    )
+                )
+                for name, value in values.items()
+            )
+
+        rows = [row for row in self.evidence.errors if row["arch"] == self.evidence.arch and row["tile"] in ("", tile)]
+        return max(
+            filter(lambda row: covers(row["where"]), rows),
+            key=lambda row: (row["tile"] != "", row["figures"]),
+            default=None,
+        )
+
+    @property
+    def tolerance(self):
+        """What takes at most this much longer is as good."""
+        return 0.01 if self.provenance == "measured" else max(0.01, self.error["mean"]) if self.error else math.inf
 
     def tiles(self, knobs):
         """Each tile with its best schedule, its programs, and whether they are enough to judge it; the best tile first."""
@@ -130,12 +227,15 @@ class Case:
         possible = math.prod(map(len, values.values()))
         enough = min(12, max(max(counts.values(), default=0) / 2, min(4, possible)))
         best = {tile: min(self.times[each] for each in found) for tile, found in members.items()}
-        ranked = sorted(best, key=lambda tile: best[tile])
+        mine = {tile: self.leader in found for tile, found in members.items()}
+        ranked = sorted(best, key=lambda tile: (not mine[tile], best[tile]))
         return [
             {
                 "tile": tile,
                 "us": best[tile],
-                "relative": best[tile] / best[ranked[0]],
+                "relative": best[tile] / self.us,
+                "drop": max(0.0, best[tile] / best[ranked[0]] - 1),
+                "ties": place > 0 and any(self.tied(each, self.leader) for each in members[tile]),
                 "programs": counts[tile],
                 "searched": self.whole or place == 0 or counts[tile] >= enough,
                 "schedules": [each for each in members[tile] if self.times[each] == best[tile]],
@@ -182,48 +282,12 @@ class Case:
 
     def effect_of(self, knob, value, against):
         """What a value of a knob costs, compared with another; both as they are printed."""
-        return effect([self.pairs_of(knob, value, against)])
+        return effect([self.pairs_of(knob, value, against)], self.provenance == "modelled")
 
     def pairs_of(self, knob, value, against):
         """The log ratios of a value's pairs with another, both as they are printed."""
         found = (part for (name, *both), part in self.pairs.items() if name == knob and printed(both, value, against))
         return next(found, None)
-
-    @cached_property
-    def leader(self):
-        """What is served, where the fastest program is tied with it; else the fastest program."""
-        served = self.served and next((each for each in self.times if self.filled(each) == self.filled(self.served)), None)
-        tied = served is not None and self.tied(self.best, served)
-        return served if served is not None and (tied or self.program_of[served] == self.best) else self.best
-
-    def filled(self, schedule):
-        """A schedule with younger knobs at their defaults."""
-        return Schedule({**space_for(self.arch, self.problem.declaration).default(self.problem), **schedule})
-
-    def tied(self, one, other):
-        """Whether a program cannot be told apart from another: as its race found, or else by intervals and times."""
-        first, second = self.program_of[one], self.program_of[other]
-        entry = self.entry if self.entry and self.entry["provenance"] == "measured" else None
-        if self.provenance != "measured" or first == second:
-            return False
-        if entry and entry["schedule"] == other:
-            if first in {self.program_of.get(each) for each in entry["ties"]}:
-                return True
-            if entry["runner_up"] and first == self.program_of.get(entry["runner_up"]):
-                return False
-        (low, high, _), (least, most, _) = self.intervals[first], self.intervals[second]
-        times = sorted((self.times[first], self.times[second]))
-        return (low <= most and least <= high) or times[1] <= 1.01 * times[0]
-
-    @cached_property
-    def runner_up(self):
-        """What the fastest program costs that is not tied with the leader; where a race timed both, what the race found."""
-        own = self.program_of[self.leader]
-        other = next((each for each in self.programs if each != own and not self.tied(each, self.leader)), None)
-        raced = self.entry if self.entry and self.entry["schedule"] == self.leader and self.entry["runner_up"] else None
-        if raced and other in (None, raced["runner_up"]):
-            return raced["margin"]
-        return other and self.times[other] / self.times[self.leader] - 1
 
     def favourite(self, knob):
         """The value of a knob than which none compared is faster and at least one is surely slower; None where there is none."""
@@ -261,8 +325,10 @@ def typed(value):
     return type(value).__name__, value
 
 
-def effect(parts):
-    """The ratio with its 95% interval from the log ratios of each problem: over problems from four on, else over pairs."""
+def effect(parts, estimated=False):
+    """The ratio from the log ratios of each problem, with its 95% interval: over problems from four on, else over pairs. Of
+    estimates with their range.
+    """
     known = [part for part in parts if part is not None and len(part)]
     pairs, freedom = sum(map(len, known)), len(known) - 1
     found = {"ratio": None, "low": None, "high": None, "pairs": pairs, "problems": len(known)}
@@ -279,6 +345,8 @@ def effect(parts):
         return found
     half = stats.t.ppf(0.975, freedom) * error
     low, ratio, high = np.exp(means.mean() + np.array([-half, 0.0, half]))
+    if estimated:
+        low, high = (math.exp(pick(pick(part) for part in known)) for pick in (min, max))
     return found | {"ratio": ratio, "low": low, "high": high}
 
 
@@ -300,18 +368,22 @@ class Evidence:
             uids = {one.uid: one for one in map(self._shipped, data["measurements"])}
             self.entries += [self._entry(each, uids.get(each["measurement"]), "shipped") for each in data["entries"]]
             self.facts |= {
-                each["fingerprint"]: each["facts"] for each in data["artifacts"] if each["arch"] == arch and each["facts"]
+                each["fingerprint"]: each["facts"]
+                for each in data["artifacts"]
+                if each["arch"] == arch and each["facts"]
             }
         own, self.builds, self.own_entries = self._database() if db else ({}, [], [])
         self.all_entries = [*self.own_entries, *self.entries]
-        stored = {(entry["problem"], entry["mode"], entry["device"], entry["regime"]) for entry in self.own_entries}
-        self.entries = self.own_entries + [
-            entry
-            for entry in self.entries
-            if (entry["problem"], entry["mode"], entry["device"], entry["regime"]) not in stored
-        ]
+        stored = set(map(place_of, self.own_entries))
+        self.entries = self.own_entries + [entry for entry in self.entries if place_of(entry) not in stored]
         self.taken = sorted((shipped | own).values(), key=lambda one: (one.created, one.uid), reverse=True)
         self.listed = self._of_regime()
+        self._verdicts, self.answers = {}, {}
+        """What `explain` serves, by problem, for those that were asked for."""
+        errors = self.folder / "model" / kernel / "error.json"
+        self.errors = json.loads(errors.read_text())["rows"] if errors.exists() else []
+        bands = self.folder / "model" / kernel / "transfer.json"
+        self.bands = json.loads(bands.read_text())["bands"] if bands.exists() else []
         self.measured = [self._case(key, found) for key, found in self._landscapes().items()]
 
     def _shipped(self, data):
@@ -465,8 +537,7 @@ class Evidence:
             program_of,
             fingerprints,
             entry,
-            self._served(problem, mode, device),
-            self.arch,
+            self,
         )
         order = sorted(trace.values(), key=lambda one: min(two.created for two in found if same_run(one, two)))
         case.trace = [one.us / case.us for one in order]
@@ -568,8 +639,7 @@ class Evidence:
                 program_of,
                 {each: prints[each] for each in program_of},
                 entry,
-                entry["schedule"],
-                self.arch,
+                self,
                 whole=True,
                 spilling=len(every) - len(groups),
             )
@@ -578,7 +648,7 @@ class Evidence:
             times[entry["runner_up"]] = entry["model_us"] * (1 + entry["margin"])
         same = {each: each for each in times}
         prints = {entry["schedule"]: entry["fingerprint"]} | dict.fromkeys([*times][1:], "")
-        case = Case("modelled", problem, "", mode, times, {}, same, prints, entry, entry["schedule"], self.arch)
+        case = Case("modelled", problem, "", mode, times, {}, same, prints, entry, self)
         return case if entry["model_us"] else None
 
     @cached_property
@@ -600,18 +670,27 @@ class Evidence:
         knobs = dict.fromkeys(
             knob for case in self.cases for each in case.times for knob, value in each.items() if type(value) is int
         )
-        ends = [(knob, knob[:-1] + ("n" if knob.endswith("m") else "N")) for knob in knobs if knob.lower().endswith("_m")]
+        ends = [
+            (knob, knob[:-1] + ("n" if knob.endswith("m") else "N")) for knob in knobs if knob.lower().endswith("_m")
+        ]
         return next((pair for pair in ends if pair[1] in knobs), None)
 
-    @cache
     def verdict(self, knob):
         """What to do about a knob over several problems: the advice, the values that are good for all, and who prefers what."""
+        if knob not in self._verdicts:
+            self._verdicts[knob] = self._verdict(knob)
+        return self._verdicts[knob]
+
+    def _verdict(self, knob):
         cases = [case for case in self.explored if knob in case.values]
         values = set().union(*(case.values[knob] for case in cases))
+        if not self.measured:
+            return self._estimated_verdict(knob)
         parts = [case.pairs for case in cases if any(name == knob for name, _, _ in case.pairs)]
         favourites = [case.favourite(knob) for case in cases if any(name == knob for name, _, _ in case.pairs)]
         reached = [
-            {typed(each[knob]) for each in case.times if knob in each and case.times[each] <= 1.01 * case.us} for case in cases
+            {typed(each[knob]) for each in case.times if knob in each and case.times[each] <= 1.01 * case.us}
+            for case in cases
         ]
         least = min(4, len(cases))
 
@@ -640,9 +719,35 @@ class Evidence:
         advice = "leave" if fine else "choose" if contradicted else "unclear" if known else "untried"
         return {"advice": advice, "fine": fine, "preferred": Counter(filter(None, favourites))}
 
+    def best_by_value(self, case, knobs):
+        """The least time with each value of some knobs, over the best; what is tied with what is served counts as the best."""
+        found = {}
+        times = [(each, case.cost(each)) for each in case.order]
+        if case.faster is None:
+            ties = [each for each in case.times if case.tied(each, case.serves or case.best)]
+            times += [(each, 0.0) for each in (*ties, *(case.entry["ties"] if case.entry else ()))]
+        for each, cost in times:
+            if {*knobs} <= {*each}:
+                value = tuple(typed(each[knob]) for knob in knobs)
+                found[value] = min(cost, found.get(value, math.inf))
+        return found
+
+    def _estimated_verdict(self, knob):
+        """What the model says about a knob: only differences beyond its error count."""
+        tables = [(case, self.best_by_value(case, (knob,))) for case in self.explored if knob in case.values]
+        good = [{value for (value,), cost in table.items() if cost <= case.tolerance} for case, table in tables]
+        preferred = Counter(next(iter(each)) for each in good if len(each) == 1)
+        fine = {
+            value
+            for value, count in preferred.most_common(1)
+            if 2 * count > len(good) and all(value in each for each in good)
+        }
+        advice = "choose" if len(preferred) > 1 else "leave" if fine else "unclear"
+        return {"advice": advice, "fine": fine, "preferred": preferred}
+
     def joined_effect(self, knob, value, against):
         """What a value costs over all explored cases."""
-        return effect([case.pairs_of(knob, value, against) for case in self.explored])
+        return effect([case.pairs_of(knob, value, against) for case in self.explored], not self.measured)
 
     @cached_property
     def _changes(self):
@@ -672,7 +777,11 @@ class Evidence:
             name, _, value = size.partition("=")
 
             def holds(each):
-                own = "x".join(str(each[part]) for part in self.tile_knobs) if name == "tile" else str(each.get(name)).lower()
+                own = (
+                    "x".join(str(each[part]) for part in self.tile_knobs)
+                    if name == "tile"
+                    else str(each.get(name)).lower()
+                )
                 alone = each.get("persistent") in ("no", 0)
                 return own == value and (not how or alone == (how == "one block per tile"))
 
@@ -707,9 +816,24 @@ class Evidence:
                     found[key] |= {name: one.us / two.us - 1, f"{name}_distinct": one.low > two.high}
         return found
 
-    def _served(self, problem, mode, device):
-        entry = self.entry_of(problem, mode, device)
-        return entry and entry["schedule"]
+    def timed_as(self, case, number):
+        """The schedule of a number in a case: timed there, or of an entry with the same machine code as one that was."""
+        own = next((each for each in case.times if each.id == number), None)
+        if own is not None:
+            return own
+        spec = next(Device(**one.device) for one in self.listed if one.device["name"] == case.device)
+        programs = {self.program(case.problem, case.fingerprints[each], each, spec): each for each in case.programs}
+        for entry in self.entries:
+            if (schedule := entry["schedule"]).id == number and entry["fingerprint"]:
+                first = programs.get(self.program(case.problem, entry["fingerprint"], schedule, spec))
+                classes = (
+                    problem_class(self.kernel, each, schedule, spec) for each in (case.problem, entry["problem"])
+                )
+                if first and len(set(classes)) == 1:
+                    case.program_of[schedule], case.times[schedule] = first, case.times[first]
+                    case.fingerprints[schedule] = entry["fingerprint"]
+                    return schedule
+        return None
 
     def served_entry(self, problem, mode="fp32"):
         """The entry of a problem, whatever GPU it is of."""
@@ -732,6 +856,12 @@ def changed(schedule, default):
 
 def same_run(one, other):
     return other.run == one.run and other.fingerprint == one.fingerprint
+
+
+def place_of(entry):
+    """What the entries of two layers must agree in for one to stand in for the other."""
+    tileiras = (entry.get("toolchain") or {}).get("tileiras", "")
+    return entry["problem"], entry["mode"], entry["device"], entry["regime"], tileiras
 
 
 def landscape_of(one):

@@ -8,24 +8,32 @@ figure or a name that no pattern of `readings` reads are counted and printed: a 
 
 import argparse
 import csv
+import hashlib
 import html
 import json
 import math
+import os
 import random
 import re
+import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import readings
+import recomputed
 from recomputed import Evidence
 
+from tiledsched.core.data_files import search_spaces, tuning_db
 from tiledsched.core.labels import format_problem, labels_of
+from tiledsched.core.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -78,16 +86,27 @@ class Reader:
     Args:
         evidence: what is known of them.
         folder: the report's files.
+        served: what `explain` serves for problems.
     """
 
-    def __init__(self, evidence: Evidence, folder: Path) -> None:
+    def __init__(self, evidence: Evidence, folder: Path, served: dict[Any, Any]) -> None:
         self.evidence, self.folder = evidence, folder
         self.unread: list[str] = []
         """Sentences and tables that no pattern reads."""
         self.by_text, self.by_id = defaultdict(list), {}
+        self.listed: dict[tuple[str, str], None] = {}
+        """The problems in the order of the report."""
         for case in evidence.cases:
             self.by_text[str(case.problem)].append(case)
             self.by_id[case.problem.id, case.mode] = case
+        evidence.answers |= served
+        with (folder / "schedules.csv").open() as file:
+            for row in csv.DictReader(file):
+                key = row["problem_id"], row.get("accum_mode") or "fp32"
+                self.listed.setdefault(key)
+                evidence.timed_as(
+                    self.by_id[key], row["schedule_id"]
+                )  # what is served may stand for a program that was timed
         page = (folder / "report.html").read_text()
         found = re.findall(r'<script type="application/json" id="([^"]*)">(.*?)</script>', page, re.S)
         self.page = {name: json.loads(text) for name, text in found}
@@ -150,13 +169,18 @@ class Reader:
                     case = self.by_text[lead[1]][0] if lead else None
                     yield from self.sentences(lead[2] if lead else line, f"report.md, {heading}", case)
                 continue
-            cells = [cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            cells = [re.sub(r"^`([^`]*)`$", r"\1", cell.strip()) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
             if head is None:
-                head, read = cells, next((each for name, each in readings.TABLES.items() if re.match(name, heading)), None)
+                head, read = (
+                    cells,
+                    next((each for name, each in readings.TABLES.items() if re.match(name, heading)), None),
+                )
                 if read is None:
                     self.unread.append(f"table below {heading!r}: {', '.join(head)}")
             elif read and not set(line) <= set("|-: "):
-                yield from self._made(f"table {heading.split(',')[0]}", f"report.md, {line}", read(self, group, head, cells))
+                yield from self._made(
+                    f"table {heading.split(',')[0]}", f"report.md, {line}", read(self, group, head, cells)
+                )
 
     def _cases(self):
         """The statements of the page's views of one problem."""
@@ -168,10 +192,15 @@ class Reader:
             yield from self.sentences(each["lead"], f"report.html, {words}", case)
             for name, columns in each["rows"].items():
                 if name in readings.VIEWS and isinstance(columns, dict):
-                    texts = [[data["texts"][i] for i in of["texts"]] if isinstance(of, dict) else of for of in columns.values()]
+                    texts = [
+                        [data["texts"][i] for i in of["texts"]] if isinstance(of, dict) else of
+                        for of in columns.values()
+                    ]
                     for values in zip(*texts, strict=True):
                         row = dict(zip(columns, values, strict=True))
-                        yield from self._made(f"page {name}", f"report.html, {words}", readings.VIEWS[name](self, case, row))
+                        yield from self._made(
+                            f"page {name}", f"report.html, {words}", readings.VIEWS[name](self, case, row)
+                        )
 
     def case_of(self, words):
         """The case that words such as `S=64 B=256 H=8 D=32 float16, causal` are about: of several that with the fewest options."""
@@ -210,6 +239,48 @@ class Reader:
 
         return found
 
+    def rule(self, knobs, parts):
+        """A function that gives for how many problems a rule is right, and one value for all on problems left out."""
+
+        def found():
+            cases = [
+                self.by_id[key]
+                for key in self.listed
+                if self.by_id[key].provenance == self.evidence.cases[0].provenance
+            ]
+            tables = [(case, self.evidence.best_by_value(case, knobs)) for case in cases]
+            good = [
+                (case, {value for value, cost in table.items() if cost <= case.tolerance}) for case, table in tables
+            ]
+            known = [(case, values) for case, values in good if values]
+            order = list(dict.fromkeys(value for _, table in tables for value in table))
+            constant = right = 0
+            for place, (case, values) in enumerate(known):
+                others = Counter(value for i, (_, each) in enumerate(known) if i % 10 != place % 10 for value in each)
+                constant += max(order, key=lambda value: (others[value], -order.index(value))) in values
+                named = next(words for words, condition in clauses if readings.holds(case.problem, condition))
+                right += any("x".join(readings.value_text(each) for _, each in value) == named for value in values)
+            return {"problems": len(known), "constant": constant, "right": right}
+
+        clauses = [
+            (part.partition(" where ")[0].removesuffix(" elsewhere"), part.partition(" where ")[2])
+            for part in parts.split("; ")
+        ]
+        clauses = [(words.split(" or ")[0], condition) for words, condition in clauses]
+        return found
+
+    @cached_property
+    def untuned_costs(self):
+        """What is served without tuning costs in each explored problem; None where it has no time."""
+        costs = []
+        with tempfile.TemporaryDirectory() as folder:
+            hidden = Hidden(self.evidence, Path(folder))
+            for case in self.evidence.explored:
+                chosen = hidden.served(case.problem)
+                timed = case.timed_as(chosen) or self.evidence.timed_as(case, chosen.id)
+                costs.append(None if timed is None else case.cost(timed))
+        return costs
+
     def size(self, case):
         """The size along which the kernel's tables run."""
         axes = self.evidence.kernel.axes or [
@@ -222,15 +293,19 @@ class Reader:
         problem, (name, _, value) = case.problem, token.partition("=")
         values = problem.values
         if not value:
-            return token in {case.mode, "accumulators", case.device, *map(str, values.values())} or values.get(token) is True
+            return (
+                token in {case.mode, "accumulators", case.device, *map(str, values.values())}
+                or values.get(token) is True
+            )
         own = [getattr(problem, each) for each in labels_of(self.evidence.kernel).get(name, (name,))]
         return "/".join(dict.fromkeys(map(readings.value_text, own))) == value
 
 
-def run(*arguments, db=None):
-    """What a command prints."""
+def run(*arguments, db=None, home=None):
+    """What a command prints: of this package, or of the copy in another folder."""
     command = [sys.executable, "-m", "tiledsched", *arguments, *(["--db", str(db)] if db else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
+    path = {"PYTHONPATH": str(home)} if home else {}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | path, cwd=home)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
     return done.stdout
@@ -255,6 +330,60 @@ def explained(reader, problems):
                 name, text = "evidence is for", line[18:].strip()
             found = readings.explained_line(reader, problem, name, text)
             yield from reader._made("explain", f"explain {problem}: {line.strip()}", found)
+
+
+def served_by_explain(evidence):
+    """What `explain` serves for the problems of which other schedules are known."""
+    problems = [case.problem for case in evidence.explored]
+    chosen = [word for problem in problems for word in ("-p", format_problem(problem))]
+    command = ["explain", evidence.kernel.name, "--arch", evidence.arch, "--json", *chosen]
+    rows = json.loads(run(*command, db=evidence.db))["rows"] if problems else ()
+    return {evidence.problem(row["problem"]): Schedule(row["schedule"]) for row in rows}
+
+
+class Hidden:
+    """A copy of the package and its data, from which the entries of a problem are taken away: what is served without tuning.
+
+    Args:
+        evidence: whose entries are hidden.
+        folder: where the copy is made.
+    """
+
+    def __init__(self, evidence: Evidence, folder: Path) -> None:
+        self.evidence, self.folder = evidence, folder
+        home = Path(recomputed.__file__).parents[1]
+        shutil.copytree(home / "tiledsched", folder / "tiledsched")
+        data, table = folder / "tuning_db", f"tables/{evidence.kernel.name}/{evidence.arch}.json"
+        shutil.copytree(tuning_db(), data, ignore=shutil.ignore_patterns("*.serving", "landscapes"))
+        (folder / "pyproject.toml").touch()
+        (folder / "search_spaces").symlink_to(search_spaces())
+        self._table, self._listed = data / table, json.loads((data / "manifest.json").read_text())
+        self._entries = json.loads(self._table.read_text()) if self._table.exists() else None
+        self._manifest, self._name = data / "manifest.json", table
+
+    def served(self, problem):
+        """What `explain` serves for a problem of which no entry is there, nor of another that is the same work."""
+        alike, known = self.evidence.kernel.similarity, self.evidence.problem
+        same = {
+            entry["problem"]
+            for entry in self.evidence.all_entries
+            if alike.kind(entry["problem"]) == alike.kind(problem) and alike.distance(entry["problem"], problem) == 0
+        } | {problem}
+        if self._entries:
+            entries = [each for each in self._entries["entries"] if known(each["problem"]) not in same]
+            text = json.dumps(self._entries | {"entries": entries}).encode()
+            self._table.write_bytes(text)
+            self._listed["files"][self._name] = {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
+            self._manifest.write_text(json.dumps(self._listed))
+        database = self.folder / "hidden.db"
+        if self.evidence.db:
+            shutil.copy(self.evidence.db, database)
+            with sqlite3.connect(database) as connection:
+                numbers = [(each.id,) for each in same]
+                connection.executemany("delete from entries where problem_id = ?", numbers)
+        command = ["explain", self.evidence.kernel.name, "--arch", self.evidence.arch, "-p", format_problem(problem)]
+        shown = run(*command, "--json", db=database, home=self.folder)
+        return Schedule(json.loads(shown)["schedule"])
 
 
 def listed(reader):
@@ -308,7 +437,8 @@ def main(argv=None):
         report = given.report or Path(folder)
         if given.report is None:
             run("report", given.kernel, "--arch", given.arch, "-o", str(report), db=given.db)
-        reader = Reader(Evidence(given.kernel, given.arch, given.db), report)
+        evidence = Evidence(given.kernel, given.arch, given.db)
+        reader = Reader(evidence, report, served_by_explain(evidence))
         found = [*reader.report(), *listed(reader)]
         found += explained(reader, problems_to_explain(reader.evidence, given.seed))
     drawn = draw(found, given.count or len(found), given.seed)
@@ -316,7 +446,9 @@ def main(argv=None):
     for each, instead in wrong:
         print(f"{each.kind}\n  said        {each.said}\n  recomputed  {instead}\n  source      {each.where}")
     kinds = len({each.kind for each in found})
-    print(f"{given.kernel} on {given.arch}: {len(drawn)} of {len(found):,} statements of {kinds} kinds; wrong: {len(wrong)}")
+    print(
+        f"{given.kernel} on {given.arch}: {len(drawn)} of {len(found):,} statements of {kinds} kinds; wrong: {len(wrong)}"
+    )
     print(f"unread sentences: {len(reader.unread)}", *dict.fromkeys(reader.unread), sep="\n  ")
     return bool(wrong)
 
