@@ -194,7 +194,6 @@ def test_its_own_words_and_no_others(db, tmp_path, monkeypatch):
     assert "\n# report_tests.smooth " in markdown
     for section in (
         "Schedules of 3 problems, measured",
-        "Best and second best tile by size, measured",
         "Schedules of 1 problem, modelled",
         "Burst against sustained",
         "Knobs that do not change the machine code",
