@@ -21,6 +21,7 @@ from tiledsched.cli.app import (
     generated_options,
     kernel_argument,
     kernel_filter,
+    kernel_option,
     option,
     problem_options,
     target_option,
@@ -271,6 +272,7 @@ def _device_here(names: Sequence[str], measured: Collection[str]) -> str:
 @option("-o", "--out", type=FOLDER, default="report", metavar="DIR", help="folder to write to (default: report)")
 @generated_options(TuneOptions, "regime")
 @option("--device", metavar="NAME", help="only measurements of this GPU (default: the newest of the arch)")
+@option("--pdf", is_flag=True, help="also print the page to report.pdf, with Chromium, which must be installed")
 def report(
     run: Invocation,
     kernel: KernelClass,
@@ -279,6 +281,7 @@ def report(
     out: str,
     regime: str | None,
     device: str | None,
+    pdf: bool,
 ) -> None:
     """Write a report, with charts, on how much each knob matters.
 
@@ -305,6 +308,10 @@ def report(
         ]
     else:
         files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
+    if pdf:
+        from tiledsched.report.printing import print_page
+
+        files += [print_page(file) for file in files if file.name == "report.html"]
     run.print({"files": files}, "\n".join(map(str, files)))
 
 
@@ -320,6 +327,7 @@ def written_report(
 ) -> list[Path]:
     """The files of a report on a kernel, written from what the database holds over what ships; with `only`, on these problems."""
     from tiledsched.report import WithShipped, build_report, write_report
+    from tiledsched.report.serving import Serving
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
     from tiledsched.store.location import database_exists
@@ -338,6 +346,7 @@ def written_report(
                 device_name=device,
                 model_times=modelled_times(arch, kernel),
                 served=served,
+                serving=Serving.by_settings(settings, served, kernel, arch),
             )
             found.append(made)
     return write_report(found, Path(folder))
@@ -351,7 +360,7 @@ def written_report(
     "SOURCE@COMPILER and the like",
 )
 @argument("b", help="after: the same")
-@option("--kernel", default="", metavar="NAME", help="only this kernel")
+@kernel_option
 @only_arch
 @only_regime
 @option(
@@ -393,8 +402,8 @@ def compare(
     if not found.rows:
         why = next((f" ({reason})" for _, _, reason in found.unpaired), "")
         raise errors.ConfigError(
-            f"{a} and {b} have no problem in common: {len(found.only_a)} only in the first, {len(found.only_b)} only in "
-            f"the second{why}; compare sources of the same kernel, arch and regime"
+            f"{a} and {b} have no problem in common: {len(found.only('A'))} only in the first, {len(found.only('B'))} only "
+            f"in the second{why}; compare sources of the same kernel, arch and regime"
         )
     files = write_comparison(found, Path(out)) if out else []
     if run.json:
@@ -402,15 +411,15 @@ def compare(
     else:
         served_output.print_compared(found, everything=everything)
         print(*files, sep="\n", end="\n" * bool(files))
-        _print_undecided(found, b if b.endswith(".db") else run.db)
+        _print_tie(found, b if b.endswith(".db") else run.db)
         print(f"compare: {found.line()}")
     return 1 if found.regressed else 0
 
 
-def _print_undecided(found: Comparison, db: str | None) -> None:
-    """Print the command that measures one of the undecided problems again."""
-    undecided = next((row.b for row in found.rows if row.verdict == "undecided" and row.b.words), None)
-    if undecided is not None:
-        words = ["tune", undecided.kernel, "--arch", undecided.arch, "-p", undecided.words]
-        print_next([("what decides one of the undecided", [*words, *(["--db", db] if db else [])])])
+def _print_tie(found: Comparison, db: str | None) -> None:
+    """Print the command that measures one of the ties again."""
+    tied = next((row.b for row in found.rows if row.verdict == "tied" and row.b.words), None)
+    if tied is not None:
+        words = ["tune", tied.kernel, "--arch", tied.arch, "-p", tied.words]
+        print_next([("what may decide one of the ties", [*words, *(["--db", db] if db else [])])])
         print()
