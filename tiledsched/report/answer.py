@@ -13,7 +13,7 @@ from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
-from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report
+from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
 
@@ -229,29 +229,53 @@ def _unit(report: Report) -> tuple[str, str]:
 
 def _served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What `explain` serves for the problems, and how that compares with the fastest that was timed."""
-    tile, said = _tile_knobs(report), list[str]()
+    tile, said, measured = _tile_knobs(report), list[str](), problems[0].provenance == MEASURED
+    if len(problems) == 1:
+        return _served_alone(problems[0])
     of_tile = [each.schedule for one in problems if (each := one.explained) and tile and {*tile} <= {*each.schedule}]
     counts = Counter(tile_text((each.number(tile[0]), each.number(tile[1]))) for each in of_tile).most_common()
-    if len(problems) > 1 and counts:
-        named = joined(f"{each} for {number}" for each, number in counts)
-        said.append(f"Of {len(problems)} problems, {named} are served with this {_unit(report)[1]}.")
-    measured = problems[0].provenance == MEASURED
+    if counts:
+        (first, number), *others = counts
+        more = [f"{each} for {times}" for each, times in others]
+        said.append(
+            f"{_sentence(f'{_unit(report)[1]} {first} is served for {number}')[:-1]} of {len(problems)} problems"
+        )
+        said = [f"{joined([*said, *more])}."]
     apart = [one for one in problems if one.serves is None]
     faster = [one for one in problems if one.faster]
-    first = [one for one in problems if one.serves and one.serves.us <= one.best.us]
-    ties = len(problems) - len(apart) - len(faster) - len(first)
+    first_of = [one for one in problems if one.serves and one.serves.us <= one.best.us]
+    ties = len(problems) - len(apart) - len(faster) - len(first_of)
     among = "the fastest that was timed" if measured else "the one with the shortest estimate"
-    parts = [f"is {among} for {len(first)}" if first else ""]
-    parts.append((f"ties with it for {ties}" if measured else f"has a longer estimate for {ties}") if ties else "")
-    parts.append(f"is surely slower than another for {len(faster)}" if faster else "")
-    unknown = "was not timed beside the others" if measured else "has no estimate"
-    parts.append(f"{unknown} for {len(apart)}" if apart else "")
-    said.append(
-        f"The schedule that `explain` serves {joined(filter(None, parts))} of {plural(len(problems), 'problem')}."
-    )
+    tied = "ties with it" if measured else "differs from that one by no more than the model's error"
+    parts = [
+        f"is {among} for {len(first_of)}" if first_of else "",
+        f"{tied} for {ties}" if ties else "",
+        f"is surely slower than another for {len(faster)}" if faster else "",
+        f"{'was not timed beside the others' if measured else 'has no estimate'} for {len(apart)}" if apart else "",
+    ]
+    said.append(f"Of {len(problems)} problems, the schedule that `explain` serves {joined(filter(None, parts))}.")
     if faster:
-        most = min(faster, key=lambda one: 1 / one.serves.relative if one.serves else 1.0)
-        said.append(_sentence(faster_text(most)))
+        said.append(_sentence(faster_text(max(faster, key=lambda one: one.serves.relative if one.serves else 1.0))))
+    return said
+
+
+def _served_alone(one: ProblemReport) -> list[str]:
+    """What is served for the only problem of a report, with its time where it has one."""
+    if one.explained is None:
+        return [_sentence(_best_of(one))]
+    served, measured = short(one.explained.schedule), one.provenance == MEASURED
+    best = f"{short(one.best.schedule)}, {_time(one, one.best)}"
+    if one.serves is None:
+        known = "was not timed beside the others" if measured else "has no estimate"
+        return [
+            f"`explain` serves {served}, which {known}. The {'fastest of these' if measured else 'shortest'} is {best}."
+        ]
+    said = [f"`explain` serves {served}: {_time(one, one.serves)}."]
+    if one.faster:
+        said.append(_sentence(faster_text(one)))
+    elif one.serves.us > one.best.us:
+        tie = "a tie" if measured else "which is no more than the model's error away"
+        said.append(f"The {'fastest' if measured else 'shortest estimate'} is {best}: {tie}.")
     return said
 
 
@@ -292,10 +316,9 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
         said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
         said += "" if len(worst) == len(second) else f" ({_median(worst)})"
     if not measured:
-        apart = sum(one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None)
-        which = f"For {apart} of {len(second)} problems the" if apart else "The"
-        more = "more" if apart else "no more"
-        return f"{where}, the second best {unit} {takes} {said}. {which} two differ by {more} than the model's error."
+        apart = [one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None and one.error]
+        which = f" The two differ by more than the model's error for {sum(apart)} of {plural(len(apart), 'problem')}."
+        return f"{where}, the second best {unit} {takes} {said}.{which if apart else ''}"
     if drop > AS_GOOD:
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} {takes} {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
@@ -318,9 +341,9 @@ def _untuned(problems: Sequence[ProblemReport]) -> str:
     unknown = [each for each in choices if each.relative is None]
     if not choices:
         return ""
-    said = f"takes {_cost(drops)}" if drops else "has no time for any of these problems"
+    said = f"takes {_cost(drops)}" if drops else "has no time here"
     if drops and unknown:
-        said += f"; for the other {len(unknown)} that schedule was not timed"
+        said += f"; for the other {len(unknown)} that schedule has no time"
     expected = {each.expected for each in unknown if each.expected}
     if expected:
         means = sorted(each.mean for each in expected)
@@ -353,12 +376,15 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     for each in _verdicts(report, problems):
         of["rule" if (each.knob,) in ruled else each.advice].append(each)
     chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
-    left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
-    what, too = "problem" if len(problems) > 1 else "program", ", too" if chosen else ""
+    unclear = [f"{code(each.knob)}{_winners(each)}" for each in of["unclear"]]
+    too = ", too" if chosen else ""
     sentences = {
+        "leave": f"Leave {_list(map(_kept, of['leave']))}: no other value compared is more than 1% faster.",
+        "same": f"Differences below 1% are all that is known between values of {_list(map(_kept, of['same']))}.",
+        "few": f"Of too few problems to advise, it is known that no other value compared is more than 1% faster than "
+        f"{_list(map(_kept, of['few']))}.",
         "choose": f"Tune {_list(chosen)} for each problem.",
-        "leave": f"Leave {_list(left)}: no other value tried is more than 1% faster.",
-        "unclear": f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.",
+        "unclear": f"Tune {_list(unclear)}{too}: no value is known to be good for every problem.",
         "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
     }
     if not measured:
@@ -369,6 +395,22 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
         }
         of["told"] = [*of["choose"], *of["leave"]]
     return [sentence for advice, sentence in sentences.items() if of[advice]]
+
+
+def _kept(verdict: KnobVerdict) -> str:
+    """A knob at a value, with the evidence: `x` at 1 (over 14 problems; 2 of 489 winners of searches have another value)."""
+    total = sum(number for _, number in verdict.winners)
+    rest = total - dict(verdict.winners).get(verdict.value, 0)
+    others = f"; {rest} of {plural(total, 'winner')} of searches {'has' if rest == 1 else 'have'} another value"
+    where = f"over {plural(verdict.problems, 'problem')}{others if total else ''}"
+    return f"{code(verdict.knob)} at {show(verdict.value)} ({where})"
+
+
+def _winners(verdict: KnobVerdict) -> str:
+    """Which values the winners of searches have most often: ` (winners of searches: 2 for 237 problems, 1 for 187)`."""
+    (first, number), *others = verdict.winners or ((None, 0),)
+    words = [f"{show(first)} for {plural(number, 'problem')}", *(f"{show(value)} for {n}" for value, n in others[:2])]
+    return f" (winners of searches: {', '.join(words)})" if number else ""
 
 
 def _preferred(verdict: KnobVerdict, problems: int) -> str:
@@ -389,20 +431,19 @@ def _highest_rate(problems: Sequence[ProblemReport]) -> str:
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
     if len(problems) == 1 or not top.best.rate:
-        return _sentence(_best_of(top)) if len(problems) == 1 else ""
-    return (
-        f"Among these problems, the highest rate is that of {top.problem}: {short(top.leader.schedule)}, {_time(top)}."
-    )
+        return ""
+    best = f"{short(top.leader.schedule)}, {_time(top, top.leader)}"
+    return f"Among these problems, the highest rate is that of {top.problem}: {best}."
 
 
 def _best_of(one: ProblemReport) -> str:
-    return f"the best schedule is {short(one.leader.schedule)}: {_time(one)}"
+    return f"the best schedule is {short(one.leader.schedule)}: {_time(one, one.leader)}"
 
 
-def _time(one: ProblemReport) -> str:
-    """The best time of a problem and its rate."""
-    rate = f" ({figure(one.leader.rate)} {unit_of(one.problem)})" if one.leader.rate else ""
-    return f"{figure(one.leader.us)} µs{rate}"
+def _time(one: ProblemReport, timed: Timed) -> str:
+    """A time of a problem and its rate."""
+    rate = f" ({figure(timed.rate)} {unit_of(one.problem)})" if timed.rate else ""
+    return f"{figure(timed.us)} µs{rate}"
 
 
 def _median(values: Sequence[float]) -> str:
@@ -426,7 +467,8 @@ def _names(verdicts: Iterable[KnobVerdict]) -> str:
     return _list([code(each.knob) for each in verdicts])
 
 
-def _list(words: Sequence[str]) -> str:
+def _list(found: Iterable[str]) -> str:
+    words = [*found]
     more = len(words) - MOST_NAMED
     return joined([*words[:MOST_NAMED], f"{more} more"] if more > 1 else words)
 

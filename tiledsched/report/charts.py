@@ -202,6 +202,8 @@ def tile_panels(report: Report, problems: Sequence[ProblemReport]) -> Spec | Non
 ADVICE = {
     "choose": ("choose it for each problem", ORANGE),
     "leave": ("leave it", BLUE),
+    "same": ("no difference that matters", BLUE),
+    "few": ("compared for too few problems", "#888888"),
     "unclear": ("no value known to be good for all", "#888888"),
     "untried": ("untried", "#888888"),
 }

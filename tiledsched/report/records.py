@@ -160,8 +160,9 @@ class KnobVerdict:
     knob: str
     """Name of the knob."""
     advice: str
-    """leave: one value is as good as the best for all problems. choose: problems contradict each other. unclear: neither is
-    known. untried: no two values were compared in enough pairs. Of estimates, only differences beyond the model's error count.
+    """leave: one value is as good as the best for all problems. same: no difference matters. few: one value is as good as the
+    best, but too few problems show it. choose: problems contradict each other. unclear: none of these is known. untried: no two
+    values were compared in enough pairs. Of estimates, only differences beyond the model's error count.
     """
     value: KnobValue
     """Where to leave the knob; otherwise the value that most problems prefer."""
@@ -172,6 +173,10 @@ class KnobVerdict:
     if none compared with it is faster, and at least one is surely slower; of estimates, if the best time with every other
     value is longer by more than the model's error.
     """
+    problems: int = 0
+    """The fewest problems in which another value was compared with `value`; 0 where estimated."""
+    winners: tuple[tuple[KnobValue, int], ...] = ()
+    """Each value that the winners of searches have, with their number, the most frequent first; empty where estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +251,8 @@ class ProblemReport:
     """Each tile size: that of the leader first, then the others by their best times. Empty where schedules have no tile knobs."""
     taken: datetime | None = None
     """When the newest of its measurements was taken, UTC; None where modelled."""
+    winners: tuple[Schedule, ...] = ()
+    """What won the searches of the report's problems on this device; empty where modelled."""
     error: ModelError | None = None
     """How far estimates like these are off; None where measured, and where estimates were never compared with measurements."""
     trace: tuple[float, ...] = ()
