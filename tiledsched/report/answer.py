@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import statistics
 from collections import Counter, defaultdict
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
+from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.axes import show
@@ -54,74 +56,14 @@ def answer(report: Report) -> tuple[str, ...]:
     return tuple(filter(None, [*lines, *found]))
 
 
-def problem_answer(one: ProblemReport, report: Report) -> str:
-    """What is known of one problem, in sentences."""
-    measured = one.provenance == MEASURED
-    where = f"On {one.device_name}" if measured else f"By the model's estimate for {report.arch}"
-    lines = [f"{where} {_best_of(one)}{', measured' if measured else ''}."]
-    others = []
-    if _tile_knobs(report) and one.second_tile:
-        others.append(
-            f"the second best {_unit(report)[1]}, {tile_text(one.second_tile.tile)}, takes "
-            f"{longer(one.second_tile.relative - 1)}"
-        )
-    elif _tile_knobs(report) and len(one.tiles) > 1:
-        tried = f"{tile_text(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
-        lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
-    if one.default and one.default.relative > 1:
-        others.append(f"the compiler defaults take {longer(one.default.relative - 1)}")
-    elif one.default or measured:
-        lines.append(f"The compiler defaults {'are the best' if one.default else 'were not timed'}.")
-    lines += [_sentence(joined(others))] if others else []
-    if one.programs > 1:
-        programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
-        near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
-        lines.append(
-            f"Of {plural(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
-            f"best time and {wider} within 5%."
-        )
-    else:
-        lines.append(f"No other schedule {'was timed' if measured else 'has an estimate'}{_raced(one)}.")
-    if one.races:
-        first = one.races[0]
-        day = f" ({first.taken:%Y-%m-%d})" if first.taken else ""
-        times = joined(f"{race.name} took {figure(race.us)} µs against {figure(race.ours_us)} µs" for race in one.races)
-        lines.append(f"Timed in turn with {short(first.schedule)}{day}, {times}.")
-    return " ".join(lines)
-
-
 def next_step(report: Report) -> str:
-    """What to run to know more, with its command; empty where nothing is left open."""
-    measured, modelled = report.measured.problems, report.modelled.problems
-    if not measured and not modelled:
+    """What to run first where nothing is known, or which of the modelled problems to measure first; else empty."""
+    if not report.measured.problems and not report.modelled.problems:
         return (
-            f"Run {_command(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
+            f"Run {command_of(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
             "model ranks the schedules."
         )
-    if not measured and (first := least_sure(report)):
-        return first
-    if not measured:
-        known = [one for one in modelled if one.default_drop or one.tile_drop]
-        most = max(known, key=lambda one: one.default_drop or one.tile_drop or 0.0, default=None)
-        why = ": for this problem the estimates differ most" if most else ""
-        return f"To measure, run {_command(report, 'tune', most)} on a machine with a GPU of {report.arch}{why}."
-    problems = explored(measured)
-    if not problems:
-        command = _command(report, "record", measured[0])
-        return (
-            f"To learn what other schedules cost, run {command} on the same GPU: it measures 300 programs of a problem."
-        )
-    if bare := [one for one in problems if _tile_knobs(report) and len(one.tiles) > 1 and one.second_tile is None]:
-        command, over = _command(report, "record", bare[0]), plural(len(bare), "problem")
-        unit = _unit(report)[1]
-        return f"To learn what any other {unit} costs, run {command} on the same GPU: too few were timed for {over}."
-    if unknown := [each for each in _verdicts(report, problems) if each.advice in ("unclear", "untried")]:
-        command = _command(report, "tune", max(problems, key=lambda one: one.programs), "--neighbours")
-        return (
-            f"To learn more about {_names(unknown)}, run {command} on the same GPU, and likewise for other problems: it times "
-            "schedules that differ from the best in one or two knobs."
-        )
-    return ""
+    return least_sure(report)
 
 
 def least_sure(report: Report) -> str:
@@ -141,7 +83,7 @@ def least_sure(report: Report) -> str:
         f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles differ by "
         "less than the model's error, so measure these first. "
         f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run "
-        f"{_command(report, 'tune', first)} on a machine with this GPU."
+        f"{command_of(report, 'tune', first)} on a machine with this GPU."
     )
 
 
@@ -207,29 +149,22 @@ def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
     return lines + ([_sentence(_best_of(problems[0]))] if len(problems) == 1 else [])
 
 
-def _raced(one: ProblemReport) -> str:
-    """What the entry says of the runner-up, whose own time is not known."""
-    if one.runner_up is None or one.runner_up_drop is None:
-        return ""
-    return f", but the race's runner-up, {short(one.runner_up.schedule)}, took {longer(one.runner_up_drop)}"
-
-
-def _tile_knobs(report: Report) -> tuple[str, ...]:
-    """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
-    return report.tile
-
-
 def _unit(report: Report) -> tuple[str, str]:
     """What the two knobs of a tile map are called, and one of their values: a tile, or by their names."""
-    knobs = _tile_knobs(report)
+    knobs = report.tile
     if named_tile(knobs) or all(any(word in knob.lower() for word in ("tile", "block")) for knob in knobs):
         return "its tile", "tile"
     return " and ".join(map(code, knobs)), "pair of values"
 
 
+def tile_unit(report: Report) -> str:
+    """What a tile of the report's map is called; empty where the kernel has no tile."""
+    return _unit(report)[1] if report.tile else ""
+
+
 def _served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What `explain` serves for the problems, and how that compares with the fastest that was timed."""
-    tile, said, measured = _tile_knobs(report), list[str](), problems[0].provenance == MEASURED
+    tile, said, measured = report.tile, list[str](), problems[0].provenance == MEASURED
     if len(problems) == 1:
         return _served_alone(problems[0])
     of_tile = [each.schedule for one in problems if (each := one.explained) and tile and {*tile} <= {*each.schedule}]
@@ -264,13 +199,13 @@ def _served_alone(one: ProblemReport) -> list[str]:
     if one.explained is None:
         return [_sentence(_best_of(one))]
     served, measured = short(one.explained.schedule), one.provenance == MEASURED
-    best = f"{short(one.best.schedule)}, {_time(one, one.best)}"
+    best = f"{short(one.best.schedule)}, {best_time(one, one.best)}"
     if one.serves is None:
         known = "was not timed beside the others" if measured else "has no estimate"
         return [
             f"`explain` serves {served}, which {known}. The {'fastest of these' if measured else 'shortest'} is {best}."
         ]
-    said = [f"`explain` serves {served}: {_time(one, one.serves)}."]
+    said = [f"`explain` serves {served}: {best_time(one, one.serves)}."]
     if one.faster:
         said.append(_sentence(faster_text(one)))
     elif one.serves.us > one.best.us:
@@ -294,7 +229,7 @@ def faster_text(one: ProblemReport) -> str:
 
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     """How sensitive the kernel is to its tile."""
-    if not _tile_knobs(report):
+    if not report.tile:
         return ""
     what, unit = _unit(report)
     second = [one.tile_drop for one in problems if one.tile_drop is not None]
@@ -363,8 +298,9 @@ def _cost(drops: Sequence[float]) -> str:
     return f"{longer(drop, 'the best schedule')} ({_median(drops)}{most})"
 
 
-def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
-    return [each for each in joined_effects(problems) if each.knob not in _tile_knobs(report)]
+def verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
+    """What to do about each knob but those of the tile."""
+    return [each for each in joined_effects(problems) if each.knob not in report.tile]
 
 
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
@@ -373,7 +309,7 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     measured = problems[0].provenance == MEASURED
     section = report.measured if measured else report.modelled
     ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
-    for each in _verdicts(report, problems):
+    for each in verdicts(report, problems):
         of["rule" if (each.knob,) in ruled else each.advice].append(each)
     chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
     unclear = [f"{code(each.knob)}{_winners(each)}" for each in of["unclear"]]
@@ -432,15 +368,15 @@ def _highest_rate(problems: Sequence[ProblemReport]) -> str:
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
     if len(problems) == 1 or not top.best.rate:
         return ""
-    best = f"{short(top.leader.schedule)}, {_time(top, top.leader)}"
+    best = f"{short(top.leader.schedule)}, {best_time(top, top.leader)}"
     return f"Among these problems, the highest rate is that of {top.problem}: {best}."
 
 
 def _best_of(one: ProblemReport) -> str:
-    return f"the best schedule is {short(one.leader.schedule)}: {_time(one, one.leader)}"
+    return f"the best schedule is {short(one.leader.schedule)}: {best_time(one, one.leader)}"
 
 
-def _time(one: ProblemReport, timed: Timed) -> str:
+def best_time(one: ProblemReport, timed: Timed) -> str:
     """A time of a problem and its rate."""
     rate = f" ({figure(timed.rate)} {unit_of(one.problem)})" if timed.rate else ""
     return f"{figure(timed.us)} µs{rate}"
@@ -458,9 +394,18 @@ def _devices(problems: Sequence[ProblemReport]) -> list[str]:
     return [*dict.fromkeys(one.device_name for one in problems)]
 
 
-def _command(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
+def command_of(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
+    """A command about the kernel and the arch of a report, as code; with a problem, about that."""
+    return code(shlex.join(["tiledsched", *name.split(), *target_of(report, one), *more]))
+
+
+def target_of(report: Report, one: ProblemReport | None = None) -> list[str]:
+    """The words of a command that name the kernel and the arch of a report; with a problem, that too. A kernel of one's own is
+    named by its file.
+    """
+    kernel = report.kernel if report.kernel in SHIPPED else kernel_named(report.kernel).locator()
     problem = ["-p", format_problem(one.problem)] if one else []
-    return code(shlex.join(["tiledsched", name, report.kernel, "--arch", report.arch, *problem, *more]))
+    return [os.path.relpath(kernel) if os.path.isabs(kernel) else kernel, "--arch", report.arch, *problem]
 
 
 def _names(verdicts: Iterable[KnobVerdict]) -> str:
