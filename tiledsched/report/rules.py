@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiledsched.core.labels import labels_of
 from tiledsched.core.schedule import KnobValue
 from tiledsched.core.text import code
 from tiledsched.report.analysis import broad
@@ -132,7 +133,7 @@ def _conditions(problems: Sequence[ProblemReport]) -> Iterator[tuple[str, str, B
     seen: set[bytes] = set()
     for name in dict.fromkeys(name for one in problems for name in one.problem.values):
         values: list[Any] = [one.problem.values.get(name) for one in problems]
-        called = code(name)
+        called = code(_called(name, problems))
         numbers = all(isinstance(value, (int, float)) for value in values)
         distinct = sorted({*values}, key=lambda value: (value if numbers else 0, str(value)))
         if all(isinstance(value, bool) for value in values):
@@ -153,6 +154,15 @@ def _conditions(problems: Sequence[ProblemReport]) -> Iterator[tuple[str, str, B
             if {bits.tobytes(), (~bits).tobytes()}.isdisjoint(seen) and 0 < bits.sum() < bits.size:
                 seen.add(bits.tobytes())
                 yield words, opposite, bits
+
+
+def _called(name: str, problems: Sequence[ProblemReport]) -> str:
+    """What commands call a field: by its short name, where that stands for it in all of these problems."""
+    kernel = problems[0].problem.declaration
+    for short, fields in labels_of(kernel).items():
+        if name in fields and all(len({one.problem.values[each] for each in fields}) == 1 for one in problems):
+            return short
+    return next((short for short, field in kernel.written.items() if field == name), name)
 
 
 class _Trees:
