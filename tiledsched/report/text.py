@@ -391,9 +391,13 @@ def _rules(section: Section, report: Report, after: str) -> list[Block]:
     """For which problems each value of a knob is good."""
     return _part(
         f"For which problems a value is good{after}",
-        ("rule", "problems", "right for", "one value for all right for", "saves"),
+        ("rule", "right for", "saves"),
         (
-            (rule.text, str(rule.problems), str(rule.right), str(rule.constant_right), percent_cell(rule.saved))
+            (
+                rule.text,
+                f"{rule.right} of {rule.problems}, one value for all {rule.constant_right}",
+                percent_cell(rule.saved),
+            )
             for rule in rules_of(section.problems, report.tile)
         ),
         "A value is good for a problem if the best program with it takes at most 1% longer than the best of all (of estimates: "
