@@ -14,7 +14,7 @@ from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.axes import show
-from tiledsched.report.effects import joined_effects
+from tiledsched.report.effects import FEWEST_PROBLEMS, MOST_OTHERS, joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
@@ -178,20 +178,35 @@ def _served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
         said = [f"{joined([*said, *more])}."]
     apart = [one for one in problems if one.serves is None]
     faster = [one for one in problems if one.faster]
+    longest = [one for one in problems if one.serves and one.leader is not one.serves and not one.faster]
     first_of = [one for one in problems if one.serves and one.serves.us <= one.best.us]
-    ties = len(problems) - len(apart) - len(faster) - len(first_of)
+    ties = len(problems) - len(apart) - len(faster) - len(longest) - len(first_of)
     among = "the fastest that was timed" if measured else "the one with the shortest estimate"
     tied = "ties with it" if measured else "differs from that one by no more than the model's error"
     parts = [
         f"is {among} for {len(first_of)}" if first_of else "",
         f"{tied} for {ties}" if ties else "",
         f"is surely slower than another for {len(faster)}" if faster else "",
+        f"has a longer estimate than another for {len(longest)}" if longest else "",
         f"{'was not timed beside the others' if measured else 'has no estimate'} for {len(apart)}" if apart else "",
     ]
     said.append(f"Of {len(problems)} problems, the schedule that `explain` serves {joined(filter(None, parts))}.")
     if faster:
-        said.append(_sentence(faster_text(max(faster, key=lambda one: one.serves.relative if one.serves else 1.0))))
+        worst = max(faster, key=lambda one: one.serves.relative if one.serves else 1.0)
+        said.append(f"For {worst.problem}, {short(worst.leader.schedule)} is the faster: {_apart(worst)}.")
     return said
+
+
+def _apart(one: ProblemReport) -> str:
+    """By how much another schedule is surely faster than the one served, with both times and their days."""
+    assert one.serves
+    times = [
+        f"{figure(each.us)} µs{f' on {each.taken:%Y-%m-%d}' if each.taken else ''}" for each in (one.best, one.serves)
+    ]
+    return (
+        f"it took {times[0]}, and {short(one.serves.schedule)}, which is served, {times[1]}. That is "
+        f"{longer(1 / one.serves.relative - 1)}, but the two were not raced against each other"
+    )
 
 
 def _served_alone(one: ProblemReport) -> list[str]:
@@ -201,30 +216,21 @@ def _served_alone(one: ProblemReport) -> list[str]:
     served, measured = short(one.explained.schedule), one.provenance == MEASURED
     best = f"{short(one.best.schedule)}, {best_time(one, one.best)}"
     if one.serves is None:
-        known = "was not timed beside the others" if measured else "has no estimate"
+        known, entry = "was not timed beside the others" if measured else "has no estimate", one.explained.entry
+        if entry and entry.problem == one.problem and entry.measurement:
+            run = f"{figure(entry.measurement.median_us)} µs on {entry.measurement.created_at:%Y-%m-%d}"
+            known = f"took {run} in a run of its own, and {known}"
         return [
             f"`explain` serves {served}, which {known}. The {'fastest of these' if measured else 'shortest'} is {best}."
         ]
     said = [f"`explain` serves {served}: {best_time(one, one.serves)}."]
     if one.faster:
-        said.append(_sentence(faster_text(one)))
+        said.append(f"Another is surely faster, {short(one.best.schedule)}: {_apart(one)}.")
     elif one.serves.us > one.best.us:
-        tie = "a tie" if measured else "which is no more than the model's error away"
-        said.append(f"The {'fastest' if measured else 'shortest estimate'} is {best}: {tie}.")
+        known = "no more than the model's error away" if one.error else "how far such estimates are off is not known"
+        which = "fastest" if measured else "shortest estimate"
+        said.append(f"The {which} is {best}; {'that is a tie' if measured else known}.")
     return said
-
-
-def faster_text(one: ProblemReport) -> str:
-    """That another schedule is surely faster than the one served, with both times and their days; empty where none is."""
-    if one.faster is None or one.serves is None:
-        return ""
-    times = [
-        f"{figure(each.us)} µs{f' on {each.taken:%Y-%m-%d}' if each.taken else ''}" for each in (one.faster, one.serves)
-    ]
-    return (
-        f"for {one.problem}, {short(one.faster.schedule)} took {times[0]}, and what is served, {short(one.serves.schedule)}, "
-        f"{times[1]}: {longer(1 / one.serves.relative - 1)}, but the two were not raced against each other"
-    )
 
 
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -239,8 +245,18 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
             f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
         )
     measured = problems[0].provenance == MEASURED
-    where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
-    drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
+    where = f"On {joined(_devices(problems))}"
+    most = statistics.median(worst) if worst else 0.0
+    if not measured:
+        two = [sorted(tile.us for tile in one.tiles)[:2] for one in problems if one.tile_drop is not None]
+        apart = sum(not one.second_tile.ties for one in problems if one.second_tile and one.error)
+        error = (
+            f", for {apart} of them by more than the model's error" if apart else ", by no more than the model's error"
+        )
+        error = error if any(one.error for one in problems) else ""
+        near = f"{percent(statistics.median(slower / faster - 1 for faster, slower in two))} ({_median(second)})"
+        return f"By the estimate, the two best {unit}s differ by {near}{error}; the worst takes {longer(most)}."
+    drop = statistics.median(second)
     ties = sum(one.second_tile.ties for one in problems if one.second_tile)
     said = f"{longer(drop)} ({_median(second)})"
     if ties == len(second):
@@ -254,6 +270,8 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
         apart = [one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None and one.error]
         which = f" The two differ by more than the model's error for {sum(apart)} of {plural(len(apart), 'problem')}."
         return f"{where}, the second best {unit} {takes} {said}.{which if apart else ''}"
+    if len(second) < FEWEST_PROBLEMS:
+        return f"{where}, the second best {unit} {takes} {said}."
     if drop > AS_GOOD:
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} {takes} {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
@@ -274,11 +292,12 @@ def _untuned(problems: Sequence[ProblemReport]) -> str:
     choices = [one.untuned for one in problems if one.untuned]
     drops = [each.relative - 1 for each in choices if each.relative is not None]
     unknown = [each for each in choices if each.relative is None]
-    if not choices:
-        return ""
-    said = f"takes {_cost(drops)}" if drops else "has no time here"
+    if {each.provenance for each in choices} <= {"default"}:
+        return "Without tuning, the compiler defaults are served." if choices else ""
+    no_time = "was not timed" if problems[0].provenance == MEASURED else "has no estimate"
+    said = f"takes {_cost(drops)}" if drops else f"{no_time} here"
     if drops and unknown:
-        said += f"; for the other {len(unknown)} that schedule has no time"
+        said += f"; for the other {len(unknown)} that schedule {no_time}"
     expected = {each.expected for each in unknown if each.expected}
     if expected:
         means = sorted(each.mean for each in expected)
@@ -311,16 +330,17 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
     for each in verdicts(report, problems):
         of["rule" if (each.knob,) in ruled else each.advice].append(each)
+    of["won"] = [each for each in of["unclear"] if _agreed(each)]
+    of["unclear"] = [each for each in of["unclear"] if not _agreed(each)]
     chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
-    unclear = [f"{code(each.knob)}{_winners(each)}" for each in of["unclear"]]
     too = ", too" if chosen else ""
     sentences = {
-        "leave": f"Leave {_list(map(_kept, of['leave']))}: no other value compared is more than 1% faster.",
-        "same": f"Differences below 1% are all that is known between values of {_list(map(_kept, of['same']))}.",
-        "few": f"Of too few problems to advise, it is known that no other value compared is more than 1% faster than "
-        f"{_list(map(_kept, of['few']))}.",
+        "leave": f"Leave {_kept(of['leave'])}: no other value compared is more than 1% faster.",
+        "same": f"Differences below 1% are all that is known between values of {_names(of['same'])}.",
+        "few": f"Too few problems to advise: no other value compared is more than 1% faster than {_kept(of['few'])}.",
         "choose": f"Tune {_list(chosen)} for each problem.",
-        "unclear": f"Tune {_list(unclear)}{too}: no value is known to be good for every problem.",
+        "unclear": f"Tune {_won(of['unclear'])}{too}: no value is known to be good for every problem.",
+        "won": f"Pairs of programs settle nothing about {_won(of['won'])}, of which nearly all winners have one value.",
         "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
     }
     if not measured:
@@ -333,20 +353,33 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     return [sentence for advice, sentence in sentences.items() if of[advice]]
 
 
-def _kept(verdict: KnobVerdict) -> str:
-    """A knob at a value, with the evidence: `x` at 1 (over 14 problems; 2 of 489 winners of searches have another value)."""
+def _agreed(verdict: KnobVerdict) -> bool:
+    """Whether nearly all winners of searches have one value."""
     total = sum(number for _, number in verdict.winners)
-    rest = total - dict(verdict.winners).get(verdict.value, 0)
-    others = f"; {rest} of {plural(total, 'winner')} of searches {'has' if rest == 1 else 'have'} another value"
-    where = f"over {plural(verdict.problems, 'problem')}{others if total else ''}"
-    return f"{code(verdict.knob)} at {show(verdict.value)} ({where})"
+    return total >= FEWEST_PROBLEMS and verdict.winners[0][1] >= (1 - MOST_OTHERS) * total
 
 
-def _winners(verdict: KnobVerdict) -> str:
-    """Which values the winners of searches have most often: ` (winners of searches: 2 for 237 problems, 1 for 187)`."""
-    (first, number), *others = verdict.winners or ((None, 0),)
-    words = [f"{show(first)} for {plural(number, 'problem')}", *(f"{show(value)} for {n}" for value, n in others[:2])]
-    return f" (winners of searches: {', '.join(words)})" if number else ""
+def _kept(verdicts: Sequence[KnobVerdict]) -> str:
+    """Knobs at a value, with the evidence: `x` at 1 (over 14 problems; 2 of 489 winners of searches have another value)."""
+    words = []
+    for place, each in enumerate(verdicts):
+        total = sum(number for _, number in each.winners)
+        rest = total - dict(each.winners).get(each.value, 0)
+        have = f" of searches {'has' if rest == 1 else 'have'} another value" if place == 0 else ""
+        others = f"; {rest} of {plural(total, 'winner')}{have}" if total else ""
+        where = f"{'over ' if place == 0 else ''}{plural(each.problems, 'problem')}{others}"
+        words.append(f"{code(each.knob)} at {show(each.value)} ({where})")
+    return _list(words)
+
+
+def _won(verdicts: Sequence[KnobVerdict]) -> str:
+    """Knobs with the values that winners of searches have most often: `x` (winners of searches: 2 for 237, 1 for 187)."""
+    words = list[str]()
+    for each in verdicts:
+        first = "" if words else "winners of searches: "
+        values = ", ".join(f"{show(value)} for {number}" for value, number in each.winners[:3])
+        words.append(code(each.knob) + (f" ({first}{values})" if values else ""))
+    return _list(words)
 
 
 def _preferred(verdict: KnobVerdict, problems: int) -> str:
@@ -365,8 +398,8 @@ def _highest_rate(problems: Sequence[ProblemReport]) -> str:
     """Where the rate is highest, of several problems."""
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
-    top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    if len(problems) == 1 or not top.best.rate:
+    top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.leader.rate)
+    if len(problems) == 1 or not top.leader.rate:
         return ""
     best = f"{short(top.leader.schedule)}, {best_time(top, top.leader)}"
     return f"Among these problems, the highest rate is that of {top.problem}: {best}."

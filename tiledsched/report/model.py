@@ -146,9 +146,11 @@ def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compi
 
 
 def _with_error(one: ProblemReport, arch: str) -> ProblemReport:
-    """A modelled problem with the error of its estimates, and with what they cannot tell apart from what is served."""
+    """A modelled problem with the error of its estimates and, where that is known, with what they cannot tell apart from what is
+    served.
+    """
     found = replace(one, error=error_of(arch, one.problem, one.best.schedule))
-    of, most = one.serves or one.best, 1 + found.tolerance
+    of, most = one.serves or one.best, 1 + found.tolerance if found.error else 1.0
     ties = frozenset(
         each.schedule
         for each in one.timed
