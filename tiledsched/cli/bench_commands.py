@@ -50,7 +50,12 @@ rounds_option = option(
 regime_option = option(
     "--regime", type=REGIMES, default="burst", help="at full clocks, or at the power cap (default: burst)"
 )
-budget_option = option("--budget", type=Seconds(), metavar="SECONDS", help="stop after this long (default: no limit)")
+budget_option = option(
+    "--budget",
+    type=Seconds(),
+    metavar="SECONDS",
+    help="stop after this long, all problems together (default: no limit)",
+)
 summary_flag = option("--summary", is_flag=True, help="measure nothing: write the tables of what the folder holds")
 
 
@@ -117,7 +122,7 @@ def bench(
 
     \b
     tiledsched bench -p B=4,H=16,S=4096,D=64:128 --csv rows.csv
-    tiledsched bench --summary rows.csv
+    tiledsched bench --summary rows.csv     # needs no GPU
     """
     from tiledsched.cli.bench_summary import summarise, to_markdown
     from tiledsched.ops.bench import bench_here
@@ -170,12 +175,13 @@ def paper(
 ) -> None:
     """Repeat the TiledAttention paper's evaluation on this GPU.
 
-    It times 80 problems of attention against torch's backends, attention in torch operators and Triton, races the tile
-    sizes, and writes the paper's tables and figures.
+    It times 80 problems of attention (S 512 to 8192, D 64 to 160, both 16-bit types, causal and not, B=1, H=8) against torch's
+    backends, attention in torch operators and Triton, races the tile sizes, and writes the paper's tables 3 and 4 and figures
+    3 to 7, with a page that says how it compares with torch. The paper is Khan 2026, arXiv 2603.01960.
 
     \b
     tiledsched study paper
-    tiledsched study paper --summary      # only the tables and figures
+    tiledsched study paper --summary      # only tables and figures, without a GPU
     """
     from tiledsched.studies.evaluation.run import run_evaluation, write_pages
 
@@ -227,11 +233,14 @@ def ladder(
 ) -> None:
     """Climb from a naive attention kernel to the tuned one.
 
-    Each edit on the way is measured, over sequence lengths.
+    Each edit on the way is checked against float64 and measured, over sequence lengths, all in one interleaved run. The page
+    has a chart, and a line for each edit: what it adds and what it gains. Beside problems of NVIDIA's cuTile playbook stand the
+    figures that NVIDIA published. by_target.py holds tiles and hints of each arch to paste beside a kernel of your own, each
+    marked as measured or modelled.
 
     \b
     tiledsched study ladder
-    tiledsched study ladder --targets     # the hints of every arch
+    tiledsched study ladder --targets     # only tiles and hints, without a GPU
     """
     from tiledsched.ops.bench import bench_here
     from tiledsched.rivals.rows import read_rows
@@ -349,6 +358,9 @@ def profile(
     ncu: str | None,
 ) -> None:
     """Compare methods' use of the GPU under Nsight Compute.
+
+    It shows duration, throughput, use of the tensor cores, occupancy, registers, spills, what warps wait for, and the bytes
+    through L2 and DRAM beside the least possible. Where ncu is missing or may not read the counters, it says what to do.
 
     \b
     tiledsched study profile -p B=4,H=32,S=4096,D=128 -o profiles

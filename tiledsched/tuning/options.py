@@ -149,6 +149,15 @@ SPACE: Mapping[str, Any] = {
     "help": "your own search space (TOML)",
     "default_help": "the kernel's own",
 }
+NEIGHBOURS: Mapping[str, Any] = {
+    "default": False,
+    "help": "also try schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
+}
+SEED: Mapping[str, Any] = {
+    "default": 0,
+    "metavar": "N",
+    "help": "seed of what is drawn at random: schedules, inputs, the order of launches",
+}
 COMPILE_TIMEOUT: Mapping[str, Any] = {
     "default": DEFAULT_TIMEOUT_S,
     "metavar": "SECONDS",
@@ -163,8 +172,7 @@ class TuneOptions(Options):
     effort: str = option(
         "default",
         choices=tuple(EFFORTS),
-        help="how many programs are measured and race for the decision, or, without a GPU, how many schedules are built; race "
-        "searches nothing, and only races what is served today against rivals",
+        help="how much is measured and raced, or, without a GPU, how many schedules are built",
     )
     trials: int | None = option(
         None,
@@ -196,10 +204,7 @@ class TuneOptions(Options):
         metavar="NAME",
         help=f"what proposes schedules: {', '.join(SAMPLERS)}, or module:Class of any Optuna sampler",
     )
-    neighbours: bool = option(
-        False,
-        help="also try schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
-    )
+    neighbours: bool = option(**NEIGHBOURS)
     candidates: str | None = option(
         None,
         metavar="FILE",
@@ -215,7 +220,7 @@ class TuneOptions(Options):
         help="measure on the GPU (gpu), only build and let the model rank (none), or measure where a GPU of the arch is "
         "present (auto)",
     )
-    seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
+    seed: int = option(**SEED)
     compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
@@ -231,7 +236,7 @@ class RecordOptions(Options):
     budget_s: float | None = option(**BUDGET)
     accum_mode: str | None = option(**ACCUM_MODE)
     space: str | None = option(**SPACE)
-    seed: int = option(0, metavar="N", help="seed of the choice of schedules, the inputs and the order of launches")
+    seed: int = option(**SEED)
     compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
@@ -241,17 +246,14 @@ class RefreshOptions(Options):
 
     effort: str = option("quick", choices=tuple(EFFORTS), help="how much the races of a refresh do")
     budget_s: float | None = option(**BUDGET)
-    neighbours: bool = option(
-        False,
-        help="also race schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
-    )
+    neighbours: bool = option(**NEIGHBOURS)
     runner: str = option(
         "auto",
         choices=("auto", "none"),
         help="race where a GPU of the arch is present (auto), or only say what would be raced (none)",
     )
     numerics: str = option(**SAME_NUMERICS)
-    seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
+    seed: int = option(**SEED)
     compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
@@ -263,4 +265,4 @@ class CheckOptions(Options):
         20, minimum=1, metavar="N", help="schedules of each problem: the default, and others drawn from the space"
     )
     space: str | None = option(**SPACE)
-    seed: int = option(0, metavar="N", help="seed of the inputs and of the choice of schedules")
+    seed: int = option(**SEED)
