@@ -27,6 +27,8 @@ from tiledsched.serve.process import Runtime
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+RUN = ("check", "choosing", "database", "python", "training")
+"""Pages of the reference whose commands are run."""
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WRITE = os.environ.get("TILEDSCHED_WRITE_TABLES") == "1"
 
@@ -107,7 +109,7 @@ def test_python_parses(path):
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", ROOT / "docs" / "python.md", ROOT / "docs" / "training.md", *TUTORIALS],
+    [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in RUN), *TUTORIALS],
     ids=lambda path: path.stem,
 )
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
