@@ -383,11 +383,11 @@ def compare(
 
     What is served is compared, or where nothing is served the fastest measured program; regimes and accuracy classes are never
     mixed. A problem is slower or faster if the ratio of the times is beyond --threshold and their 95% intervals are apart; the
-    same if the ratio's whole interval is within it, or both sides hold one measurement; else undecided, and the command that
-    measures it again is printed. Where a time is the performance model's, the problem is estimated, and neither.
+    same if the ratio's whole interval is within it; else undecided, with the command that measures it again. Times of the
+    performance model make it estimated.
 
-    Programs with the same machine code on both sides are counted apart: they show how far the two machines or days differ,
-    which is up to 3.5% between two GPUs of one model. The last line is made for CI. Exit code 1 if anything became slower.
+    Programs with the same machine code on both sides are counted apart: they show how far the two machines or days differ (two
+    GPUs of one model: up to 3.5%). The last line is made for CI. Exit code 1 if anything became slower.
 
     \b
     tiledsched compare before.db after.db        # or tables, landscapes, shipped

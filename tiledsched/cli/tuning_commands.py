@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     multiple=True,
     type=FILE,
     metavar="FILE",
-    help="rehearse without a GPU or a compiler, and store nothing: programs and times come from this recorded landscape, such as "
-    "those in tuning_db/landscapes. May be repeated",
+    help="rehearse on this recorded landscape, such as those in tuning_db/landscapes, without a GPU or a compiler; nothing is "
+    "stored. May be repeated",
 )
 def tune(
     run: Invocation,
@@ -69,18 +69,13 @@ def tune(
 ) -> int:
     """Find the best schedule of each problem, and serve it from now on.
 
-    Schedules are measured where a GPU of the arch is present. Without one they are built, a performance model ranks them, and
-    the result is called modelled. What is served today always takes part, and is replaced only by what is measured to be
-    faster. A second run reuses every build and measurement that still holds.
+    Schedules are measured where a GPU of the arch is present. Without one a performance model ranks them, and the result is
+    called modelled. What is served today always takes part, and is replaced only by what is measured to be faster. A
+    second run reuses what the first built and measured.
 
-    With `--effort quick`, at most 16 programs of each problem are measured, and 8 of them race for the decision; with `default`
-    64 and 16, with `thorough` 192 and 24. `race` searches nothing: what is served today races the default and the rivals.
-    Without a GPU, 16, 64 or all schedules are built. However short --budget is, the default and what is served take part.
-
-    With `--numerics same`, the result says how many programs were refused for other results, and by how much the fastest of
-    them is faster.
-
-    With --seen, what is served first races rivals for every problem that your programs called, and then the most worthwhile
+    With `--effort quick`, at most 16 programs of each problem are measured and 8 of them race for the decision; with `default`
+    64 and 16, with `thorough` 192 and 24 (without a GPU, 16, 64 or all schedules are built). `race` searches nothing: what
+    is served today races the default and the rivals. With --seen, every problem gets such a race before the most worthwhile
     are searched.
 
     \b
@@ -310,11 +305,9 @@ def refresh(
 
     What was measured, by you or by this package's authors, is built again with the compiler and the kernel source here. Where
     the machine code is the same, its evidence is kept; where it is not, the problem is raced again on the GPU it was
-    measured on, and so are rivals that were not timed yet or in another version. Without that GPU nothing is raced, and
-    nothing that is served changes.
-
-    With `--numerics same`, only a schedule with the numbers that the served one computes here may replace it. A new compiler may
-    itself change the numbers of a schedule; whether it did is said for each problem that was raced.
+    measured on. Rivals that were not timed in this version are timed. Without that GPU nothing is raced, and nothing that is
+    served changes. A new compiler may change the numbers that a schedule computes; whether it did is said for each problem
+    that was raced.
 
     \b
     tiledsched refresh
