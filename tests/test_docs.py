@@ -128,7 +128,11 @@ def test_python_parses(path):
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", ROOT / "docs" / "python.md", ROOT / "docs" / "training.md", *TUTORIALS],
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs" / f"{name}.md" for name in ("python", "training", "recipes", "faq")),
+        *TUTORIALS,
+    ],
     ids=lambda path: path.stem,
 )
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
@@ -226,6 +230,16 @@ def shortened(printed, shown):
         first, last = dots[0], len(shown.splitlines()) - dots[0] - 1
         lines = [*lines[:first], "...", *lines[len(lines) - last :]]
     return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def test_the_first_page_of_the_site_is_the_readmes_beginning_and_its_path():
+    """With TILEDSCHED_WRITE_TABLES=1 it is written anew."""
+    page, text = ROOT / "docs" / "index.md", (ROOT / "README.md").read_text(encoding="utf-8")
+    begins, path = text.split("\n## ")[0], text.split("\n## The path\n\n")[1].split("\n\n")[0]
+    written = f"{begins}\n{path}\n".replace("](docs/", "](")
+    if WRITE:
+        page.write_text(written, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == written
 
 
 def test_every_page_is_in_the_site_and_only_once():
