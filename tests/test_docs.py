@@ -128,7 +128,11 @@ def test_python_parses(path):
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", ROOT / "docs" / "python.md", ROOT / "docs" / "training.md", *TUTORIALS],
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs" / f"{name}.md" for name in ("python", "training", "recipes", "faq")),
+        *TUTORIALS,
+    ],
     ids=lambda path: path.stem,
 )
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
@@ -220,12 +224,27 @@ def pattern(shown):
 
 
 def shortened(printed, shown):
-    """What was printed, as long as what the page shows: lines before its line of dots, and lines behind it."""
-    lines, dots = printed.rstrip().splitlines(), [n for n, line in enumerate(shown.splitlines()) if line == "..."]
-    if dots:
-        first, last = dots[0], len(shown.splitlines()) - dots[0] - 1
+    """What was printed, as long as what the page shows: lines before its line of dots and behind it, or between two."""
+    lines, kept = printed.rstrip().splitlines(), shown.splitlines()
+    dots = [n for n, line in enumerate(kept) if line == "..."]
+    if len(dots) == 2:  # the lines between them, from the first that is like theirs
+        first = [without_numbers(line) for line in lines].index(without_numbers(kept[1]))
+        lines = ["...", *lines[first : first + len(kept) - 2], "..."]
+    elif dots:
+        first, last = dots[0], len(kept) - dots[0] - 1
         lines = [*lines[:first], "...", *lines[len(lines) - last :]]
     return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def test_the_first_page_of_the_site_is_the_readmes_beginning_and_its_path():
+    """With TILEDSCHED_WRITE_TABLES=1 it is written anew."""
+    page, text = ROOT / "docs" / "index.md", (ROOT / "README.md").read_text(encoding="utf-8")
+    title, words, _, what, picture = text.split("\n\n## ")[0].split("\n\n")
+    path = text.split("\n## The path\n\n")[1].split("\n\n")[0]
+    written = "\n\n".join([title, words, what, picture, path]).replace("](docs/", "](") + "\n"
+    if WRITE:
+        page.write_text(written, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == written
 
 
 def test_every_page_is_in_the_site_and_only_once():
