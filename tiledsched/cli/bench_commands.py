@@ -175,7 +175,7 @@ def paper(
 ) -> None:
     """Repeat the TiledAttention paper's evaluation on this GPU.
 
-    It times 80 problems of attention (S 512 to 8192, D 64 to 160, both 16-bit types, causal and not, B=1, H=8) against torch's
+    It times 80 problems of attention (S 512 to 8192, D 64 to 160, both 16-bit types, with and without a mask) against torch's
     backends, attention in torch operators and Triton, races the tile sizes, and writes tables 3 and 4 and figures 3 to 7 of
     Khan 2026 (arXiv 2603.01960), with a page that sums up.
 

@@ -81,7 +81,7 @@ def show(
     \b
     tiledsched show
     tiledsched show --seen
-    tiledsched show attention --arch h200 -p D=128,causal
+    tiledsched show attention --arch h200 -p D=128
     tiledsched show -p columns=4096 --provenance measured
     """
     if clear and not seen:
