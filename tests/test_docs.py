@@ -225,8 +225,13 @@ def test_the_first_page_of_the_site_is_the_readmes_beginning_and_its_path():
 
 
 def test_every_page_is_in_the_site_and_only_once():
-    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    """Those that are not in the navigation are linked from the page on measuring."""
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    beside = re.findall(r"^  /([\w/-]+\.md)$", site, re.MULTILINE)
+    listed = re.findall(r": ([\w/-]+\.md)$", site, re.MULTILINE) + beside
     assert len(listed) == len(set(listed))
+    measuring = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8")
+    assert [page for page in beside if f"]({page})" not in measuring] == []
     assert {*listed} == {str(path.relative_to(ROOT / "docs")) for path in PAGES if path.name != "README.md"}
 
 
