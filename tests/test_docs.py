@@ -18,6 +18,7 @@ from golden import leaf_commands
 from serve_on_cpu import using
 
 import tiledsched as ts
+from docs.studies import commands_page
 from tiledsched.cli import app, problems
 from tiledsched.cli.commands import root
 from tiledsched.core.errors import TiledschedError
@@ -26,6 +27,8 @@ from tiledsched.serve.process import Runtime
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+RUN = ("check", "choosing", "database", "faq", "python", "recipes", "training")
+"""Other pages whose commands are run."""
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WRITE = os.environ.get("TILEDSCHED_WRITE_TABLES") == "1"
 
@@ -85,37 +88,15 @@ def parse(words):
     return None
 
 
-def test_the_reference_lists_every_command_and_its_flags():
-    """With TILEDSCHED_WRITE_TABLES=1 the tables of flags are written anew."""
-    page, named = ROOT / "docs" / "commands.md", []
-    text = page.read_text(encoding="utf-8")
-
-    def table(match):
-        named.append(match[1])
-        return f"<!-- flags of {match[1]} -->\n{flags_table(match[1])}<!-- end -->"
-
-    written = re.sub(r"<!-- flags of ([a-z ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+def test_the_page_of_commands_says_what_their_help_says():
+    """With TILEDSCHED_WRITE_TABLES=1 its sections are written anew."""
+    text, made = commands_page.PAGE.read_text(encoding="utf-8"), commands_page.page()
     if WRITE:
-        page.write_text(written, encoding="utf-8")
-    assert WRITE or text == written
-    leaves = dict(leaf_commands(root))
-    assert sorted(named) == sorted(leaves)
-    assert re.findall(r"^###+ `tiledsched ([a-z ]+)`$", text, re.MULTILINE) == [
-        name for each in named for name in (["study"] if each == "study paper" else []) + [each]
-    ]
-
-
-def flags_table(name):
-    """The flags that a command has for itself, with what its help says of them."""
-    command = dict(leaf_commands(root))[name]
-    context = click.Context(command, info_name=name, help_option_names=["-h", "--help"])
-    lines = []
-    for param in command.params:
-        if getattr(param, "heading", "") not in ("Every command", "Problems") and param.name != "kernel":
-            words, text = param.get_help_record(context)
-            flags = words.replace("|", "\\|")
-            lines.append(f"|`{flags}`|{text.replace('|', chr(92) + '|')}|")
-    return "\n".join(["", "|flag|meaning|", "|---|---|", *lines, "", ""]) if lines else ""
+        commands_page.PAGE.write_text(made, encoding="utf-8")
+    assert WRITE or text == made
+    headings = re.findall(r"^### `tiledsched ([a-z ]+)`$", made, re.MULTILINE)
+    assert headings == [name for name, _ in leaf_commands(root)]
+    assert commands_page.MORE.keys() <= set(headings)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -128,11 +109,7 @@ def test_python_parses(path):
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     "path",
-    [
-        ROOT / "README.md",
-        *(ROOT / "docs" / f"{name}.md" for name in ("python", "training", "recipes", "faq")),
-        *TUTORIALS,
-    ],
+    [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in RUN), *TUTORIALS],
     ids=lambda path: path.stem,
 )
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
@@ -247,10 +224,17 @@ def test_the_first_page_of_the_site_is_the_readmes_beginning_and_its_path():
     assert page.read_text(encoding="utf-8") == written
 
 
-def test_every_page_is_in_the_site_and_only_once():
-    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(listed) == len(set(listed))
-    assert {*listed} == {str(path.relative_to(ROOT / "docs")) for path in PAGES if path.name != "README.md"}
+def test_every_page_is_in_the_navigation_once_or_linked_from_a_page_that_is():
+    site, docs = (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), ROOT / "docs"
+    listed = re.findall(r": ([\w/-]+\.md)$", site, re.MULTILINE)
+    others = re.findall(r"^  /([\w/-]+\.md)$", site, re.MULTILINE)
+    assert sorted([*listed, *others]) == sorted(str(each.relative_to(docs)) for each in docs.rglob("*.md"))
+    linked = {
+        (docs / name).parent.joinpath(target).resolve()
+        for name in listed
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", (docs / name).read_text(encoding="utf-8"))
+    }
+    assert {docs / name for name in others} <= linked
 
 
 def test_the_page_on_search_spaces_lists_every_knob_of_attention():

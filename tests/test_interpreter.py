@@ -25,7 +25,7 @@ from tiledsched.kernels.attention import Attention
 
 Int = ct.Constant[int]
 BFLOAT16 = ml_dtypes.bfloat16
-DOCS = Path(__file__).parents[1] / "docs" / "interpreter.md"
+DOCS = Path(__file__).parents[1] / "docs" / "check.md"
 
 
 def type_rules(halves, brains, floats, integers, bytes_, scale: float, count: int, SIZE: Int):
