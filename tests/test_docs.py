@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
@@ -235,6 +236,13 @@ def test_every_page_is_in_the_navigation_once_or_linked_from_a_page_that_is():
         for target in re.findall(r"\]\(([^)#\s]+\.md)", (docs / name).read_text(encoding="utf-8"))
     }
     assert {docs / name for name in others} <= linked
+
+
+def test_the_page_on_the_model_says_the_errors_that_ship():
+    page = (ROOT / "docs" / "model.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "tuning_db" / "model").glob("*/error.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            assert row["tile"] or f"{row['mean']:.1%}" in page, (path.parent.name, row)
 
 
 def test_the_page_on_search_spaces_lists_every_knob_of_attention():
