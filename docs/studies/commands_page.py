@@ -113,7 +113,9 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"  \[.*\]$", "", text).replace("|", "\\|")
+    """Text without the limits of numbers, and with choices in braces: Markdowns do not agree on bars within code."""
+    choices = re.sub(r"\[([^][]*\|[^][]*)\]", lambda found: f"{{{found[1].replace('|', ', ')}}}", text)
+    return re.sub(r"  \[.*\]$", "", choices)
 
 
 def _marked(text: str) -> str:
