@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
@@ -233,6 +234,13 @@ def test_every_page_is_in_the_site_and_only_once():
     measuring = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8")
     assert [page for page in beside if f"]({page})" not in measuring] == []
     assert {*listed} == {str(path.relative_to(ROOT / "docs")) for path in PAGES if path.name != "README.md"}
+
+
+def test_the_page_on_the_model_says_the_errors_that_ship():
+    page = (ROOT / "docs" / "model.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "tuning_db" / "model").glob("*/error.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            assert row["tile"] or f"{row['mean']:.1%}" in page, (path.parent.name, row)
 
 
 def test_the_page_on_search_spaces_lists_every_knob_of_attention():

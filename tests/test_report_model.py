@@ -58,13 +58,18 @@ def test_a_refresh_under_another_compiler_does_not_hide_the_landscape(db, monkey
 def test_overlapping_intervals_are_ties(db):
     add_times(db, {plain(128, 64): 100.0, plain(64, 64): 100.5, plain(128, 128): 120.0})
     one = only(report_of(db, "sm_90"))
+    assert (one.serves.schedule, one.leader.schedule) == (
+        plain(64, 64),
+        plain(64, 64),
+    )  # the default ties with the fastest
+    assert one.ties == {plain(128, 64)}
     assert one.runner_up.schedule == plain(128, 128)
-    assert one.runner_up_drop == pytest.approx(0.20)
+    assert one.runner_up_drop == pytest.approx(120 / 100.5 - 1)
 
 
 def test_the_race_decides_ties_where_it_ran(db):
     """Medians 3% apart, intervals apart, but the race, which pairs samples, called it a tie."""
-    ids = add_times(db, {plain(128, 64): 100.0, plain(64, 64): 103.0, plain(128, 128): 104.0})
+    ids = add_times(db, {plain(128, 64): 100.0, plain(64, 64): 103.0, plain(128, 128): 110.0})
     db.put_entry(
         Entry(
             kernel="attention",
@@ -82,8 +87,9 @@ def test_the_race_decides_ties_where_it_ran(db):
     )
     one = only(report_of(db, "sm_90"))
     assert one.best.schedule == plain(128, 64)
-    assert one.served.schedule == plain(64, 64)
-    assert one.runner_up_drop == pytest.approx(0.04)
+    assert one.served.schedule == one.serves.schedule == one.leader.schedule == plain(64, 64)
+    assert (one.ties, one.faster) == ({plain(128, 64)}, None)
+    assert one.runner_up_drop == pytest.approx(110 / 103 - 1)
 
 
 def test_one_machine_code_on_two_grids_is_two_programs(db):

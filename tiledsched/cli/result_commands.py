@@ -325,6 +325,7 @@ def written_report(
 ) -> list[Path]:
     """The files of a report on a kernel, written from what the database holds over what ships; with `only`, on these problems."""
     from tiledsched.report import WithShipped, build_report, write_report
+    from tiledsched.report.serving import Serving
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
     from tiledsched.store.location import database_exists
@@ -343,6 +344,7 @@ def written_report(
                 device_name=device,
                 model_times=modelled_times(arch, kernel),
                 served=served,
+                serving=Serving.by_settings(settings, served, kernel, arch),
             )
             found.append(made)
     return write_report(found, Path(folder))

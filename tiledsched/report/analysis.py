@@ -13,13 +13,13 @@ import operator
 import shlex
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.schedule import KnobValue, Schedule, named_tile
 from tiledsched.report.records import MEASURED, Interaction, ProblemReport, Tile, TileSensitivity, TileTime, Timed
 
 T = TypeVar("T")
@@ -39,15 +39,6 @@ REGIMES = (("short", 1024), ("medium", 4096))
 def size_regime(size: int) -> str:
     """The regime of a size: `short` up to 1024, `medium` up to 4096, `long` above."""
     return next((name for name, largest in REGIMES if size <= largest), "long")
-
-
-def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
-    """The two knobs whose names say that they are a tile's rows and columns, such as tile_m and tile_n, or BLOCK_M and
-    BLOCK_N; None where there are none.
-    """
-    known = list(knobs)
-    pairs = ((name, name[:-1] + ("n" if name.endswith("m") else "N")) for name in known if name.lower().endswith("_m"))
-    return next((pair for pair in pairs if pair[1] in known), None)
 
 
 def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None, *, whole: bool = False) -> tuple[TileTime, ...]:

@@ -9,21 +9,20 @@ from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
-from tiledsched.core.schedule import HINT_KNOBS
-from tiledsched.core.text import code, figure, joined, longer, plural, short, tile_text
-from tiledsched.report.analysis import named_tile
+from tiledsched.core.schedule import named_tile
+from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report
+from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
 
 MOST_NAMED = 6
 """Knobs that are named in a sentence, at most; those whose values cost most are taken."""
+MOST_RULES = 5
+"""Rules in the answer, at most; the table of rules has all of them."""
 MATTERS = 0.05
 """A kernel whose worst tile costs less than this is not sensitive to its tile."""
-MODEL_ERROR = 0.034
-"""Mean error of the model's times on a GB10 at lengths from 2048, under the conditions of each publication
-(docs/results/blackwell.md). Estimates that lie closer together than this say little about which is faster."""
 
 
 def answer(report: Report) -> tuple[str, ...]:
@@ -42,7 +41,14 @@ def answer(report: Report) -> tuple[str, ...]:
     ]
     if not problems:
         return (*lines, *_of_winners(section.problems))
-    found = [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
+    found = [
+        _error(report, problems),
+        _tiles(report, problems),
+        _default(problems),
+        *rule_sentences(report),
+        *_knobs(report, problems),
+        _best(report, problems),
+    ]
     return tuple(filter(None, [*lines, *found]))
 
 
@@ -74,10 +80,11 @@ def problem_answer(one: ProblemReport, report: Report) -> str:
         )
     else:
         lines.append(f"No other schedule {'was timed' if measured else 'has an estimate'}{_raced(one)}.")
-    if one.rivals:
-        lines.append(
-            f"Of other implementations, {joined(f'{name} takes {longer(ratio - 1)}' for name, ratio in one.rivals)}."
-        )
+    if one.races:
+        first = one.races[0]
+        day = f" ({first.taken:%Y-%m-%d})" if first.taken else ""
+        times = joined(f"{race.name} took {figure(race.us)} µs against {figure(race.ours_us)} µs" for race in one.races)
+        lines.append(f"Timed in turn with {short(first.schedule)}{day}, {times}.")
     return " ".join(lines)
 
 
@@ -117,20 +124,20 @@ def next_step(report: Report) -> str:
 
 def least_sure(report: Report) -> str:
     """Which modelled problems to measure first, and with which command: those whose two best tiles have estimates that lie
-    closer together than the model's mean error. Empty where there is no such problem, or nothing is modelled.
+    closer together than the model's error. Empty where there is no such problem, or the error is not known.
     """
     close = [
-        (sum(tile.relative - 1 < MODEL_ERROR for tile in one.tiles), one)
+        (sum(tile.relative - 1 <= one.tolerance for tile in one.tiles), one)
         for one in report.modelled.problems
-        if len(one.tiles) > 1 and one.tiles[1].relative - 1 < MODEL_ERROR
+        if one.error and len(one.tiles) > 1 and one.tiles[1].relative - 1 <= one.tolerance
     ]
     if not close:
         return ""
     most, first = min(close, key=lambda each: (-each[0], each[1].best.us, len(format_problem(each[1].problem))))
     tiles = " and ".join(tile_text(tile.tile) for tile in first.tiles[:2])
     return (
-        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles are within "
-        f"{MODEL_ERROR * 100:.1f}% of each other, which is the model's mean error where others measured, so measure these first. "
+        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles differ by "
+        "less than the model's error, so measure these first. "
         f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run "
         f"{_command(report, 'tune', first)} on a machine with this GPU."
     )
@@ -163,6 +170,28 @@ def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
     return f"{said}."
 
 
+def _error(report: Report, problems: Sequence[ProblemReport]) -> str:
+    """How far the model is off on problems like these; empty where they were measured."""
+    if problems[0].provenance == MEASURED:
+        return ""
+    known = [one.error for one in problems if one.error]
+    unknown = f"never compared with measurements of {report.kernel} on {report.arch} that the model was not fitted to"
+    if not known:
+        return f"Estimates like these were {unknown}: they do not tell which schedule is faster."
+    least, most = (percent(end(error.mean for error in known)) for end in (min, max))
+    off = f"{least} to {most} off on average, depending on size and tile" if least != most else f"{most} off on average"
+    said = f"Estimates like these were {off} ({joined(dict.fromkeys(error.source for error in known))})."
+    rest = len(problems) - len(known)
+    return said + (f" For {rest} of {plural(len(problems), 'problem')} they were {unknown}." if rest else "")
+
+
+def rule_sentences(report: Report) -> list[str]:
+    """For which problems each value of a knob is good, as far as rules were found."""
+    found = rules_of((report.measured if report.measured.problems else report.modelled).problems, report.tile)
+    sentences = [f"{rule.text} ({rule.score})" for rule in found[:MOST_RULES]]
+    return [f"Which value is good depends on the problem. {'. '.join(sentences)}."] if found else []
+
+
 def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
     """What can be said where little but the best schedules has a time."""
     if not problems:
@@ -185,8 +214,7 @@ def _raced(one: ProblemReport) -> str:
 
 def _tile_knobs(report: Report) -> tuple[str, ...]:
     """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
-    found = report.tile_knobs or ()
-    return () if {*found} & {*HINT_KNOBS} else found
+    return report.tile
 
 
 def _unit(report: Report) -> tuple[str, str]:
@@ -214,11 +242,15 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     said = f"{longer(drop)} ({_median(second)})"
     if most > drop:
         said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
-    if drop > (AS_GOOD if measured else MODEL_ERROR):
+    if not measured:
+        apart = sum(one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None)
+        which = f"For {apart} of {len(second)} problems the" if apart else "The"
+        more = "more" if apart else "no more"
+        return f"{where}, the second best {unit} takes {said}. {which} two differ by {more} than the model's error."
+    if drop > AS_GOOD:
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
-    error = "" if measured else f" Differences below {MODEL_ERROR * 100:.1f}% are within the model's error."
-    return f"{where}, {report.kernel} {verdict}: the second best takes {said}.{error}"
+    return f"{where}, {report.kernel} {verdict}: the second best takes {said}."
 
 
 def _default(problems: Sequence[ProblemReport]) -> str:
@@ -238,26 +270,28 @@ def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVer
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What to do about the other knobs."""
     of: dict[str, list[KnobVerdict]] = defaultdict(list)
+    measured = problems[0].provenance == MEASURED
+    section = report.measured if measured else report.modelled
+    ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
     for each in _verdicts(report, problems):
-        unseen = problems[0].provenance != MEASURED and _without_effect(each)
-        of["unseen" if unseen else each.advice].append(each)
+        of["rule" if (each.knob,) in ruled else each.advice].append(each)
     chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
     left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
     what, too = "problem" if len(problems) > 1 else "program", ", too" if chosen else ""
     sentences = {
         "choose": f"Tune {_list(chosen)} for each problem.",
         "leave": f"Leave {_list(left)}: no other value tried is more than 1% faster.",
-        "unseen": f"The model sees no difference between values of {_names(of['unseen'])}.",
         "unclear": f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.",
         "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
     }
+    if not measured:
+        told = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in (*of["choose"], *of["leave"])]
+        sentences = {
+            "told": f"By more than the model's error differ the values of {_list(told)}.",
+            "unclear": f"The model cannot tell the values of {_names(of['unclear'])} apart: it is further off than they differ.",
+        }
+        of["told"] = [*of["choose"], *of["leave"]]
     return [sentence for advice, sentence in sentences.items() if of[advice]]
-
-
-def _without_effect(verdict: KnobVerdict) -> bool:
-    """Whether no value compared makes any difference: a model may know nothing of a knob."""
-    ratios = [each.ratio for each in verdict.effects if each.ratio is not None]
-    return bool(ratios) and all(abs(ratio - 1) < 1e-6 for ratio in ratios)
 
 
 def _preferred(verdict: KnobVerdict, problems: int) -> str:
@@ -268,7 +302,8 @@ def _preferred(verdict: KnobVerdict, problems: int) -> str:
         *(f"{show(value)} for {n}" for value, n in others),
     ]
     rest = problems - sum(times for _, times in verdict.preferred)
-    return ", ".join([*words, *([f"none surely for {rest}"] if rest else [])])
+    none = "the model cannot tell for" if any(each.estimated for each in verdict.effects) else "none surely for"
+    return ", ".join([*words, *([f"{none} {rest}"] if rest else [])])
 
 
 def _best(report: Report, problems: Sequence[ProblemReport]) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
+from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import change, plural
-from tiledsched.report.analysis import named_tile
 from tiledsched.report.document import View
 from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import ProblemReport, Report
@@ -233,10 +233,12 @@ def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
 
 
 def effects_chart(title: str, colour: Spec) -> Spec:
-    """A line for each change of a knob: its mean effect and the 95% interval, the percentage at its right."""
+    """A line for each change of a knob: its mean effect with its 95% interval or the range of estimates, the percentage at its
+    right.
+    """
     x = quantity("relative", title, scale={**RATIOS["scale"], "padding": 22}, axis=RATIOS["axis"])
     y = word("change", None, axis={"labelLimit": 260, "labelFontSize": 10.5})
-    hover = tips(change="knob", said="changes the time by", low="95% interval, from", high="to", pairs="matched pairs")
+    hover = tips(change="knob", said="changes the time by", between="time over time, from", pairs="matched pairs")
     return {
         "layer": [
             {"mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.6}, "encoding": {"x": {"datum": 1}}},
@@ -437,9 +439,10 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="knob-effects",
             heading="What another value of a knob costs",
-            caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval: how "
-            "much longer they take than with the best schedule's value. Orange is slower, green faster, grey not sure. All other "
-            "knobs stay as they are in a pair; where green stands, the best schedule differs from the pairs in other knobs.",
+            caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval (of "
+            "estimates: their range): how much longer they take than with the best schedule's value. Orange is slower, green "
+            "faster, grey not sure. All other knobs stay as they are in a pair; where green stands, the best schedule differs "
+            "from the pairs in other knobs.",
             spec={
                 **effects_chart("time / time with the best schedule's value", grey),
                 "width": "container",

@@ -11,6 +11,7 @@ from tiledsched.core.text import tile_text
 from tiledsched.report.analysis import size_regime
 from tiledsched.report.effects import value_effects
 from tiledsched.report.records import MEASURED, MODELLED, Report, Section
+from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
 
 RATE_COLUMNS = {"TFLOP/s": "tflops", "GB/s": "gbps"}
@@ -193,15 +194,39 @@ def knobs_csv(report: Report) -> str:
                 "value": each.value,
                 "against": each.against,
                 f"{prefix}ratio": _number(each.ratio),
-                f"{prefix}ci_low": _number(each.ci_low),
-                f"{prefix}ci_high": _number(each.ci_high),
+                "modelled_least" if prefix else "ci_low": _number(each.ci_low),
+                "modelled_most" if prefix else "ci_high": _number(each.ci_high),
                 "pairs": each.pairs,
             }
             for each in value_effects(one)
         ]
     identity = ("arch", "device", "provenance", "problem", "problem_id", *accum, "knob", "value", "against")
-    ratios = ("ratio", "ci_low", "ci_high")
-    return _csv((*identity, *ratios, "pairs", *(f"modelled_{name}" for name in ratios)), rows)
+    ratios = ("ratio", "ci_low", "ci_high", "pairs", "modelled_ratio", "modelled_least", "modelled_most")
+    return _csv((*identity, *ratios), rows)
+
+
+def rules_csv(report: Report) -> str:
+    """One row for each part of each rule: for which problems which values of a knob are good, and how often the rule is right for
+    problems left out.
+    """
+    rows = [
+        {
+            "arch": report.arch,
+            "provenance": section.provenance,
+            "knob": " x ".join(rule.knob),
+            "where": condition.replace("`", ""),
+            "values": " or ".join(values),
+            "problems": number,
+            "rule_problems": rule.problems,
+            "right": rule.right,
+            "constant_right": rule.constant_right,
+            "saved_percent": None if rule.saved is None else f"{rule.saved * 100:.3f}",
+        }
+        for section in (report.measured, report.modelled)
+        for rule in rules_of(section.problems, report.tile)
+        for condition, values, number in rule.parts
+    ]
+    return _csv(list(rows[0]) if rows else (), rows)
 
 
 def winners_csv(report: Report) -> str:

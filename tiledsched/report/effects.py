@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tiledsched.core.schedule import HINT_KNOBS, KnobValue
-from tiledsched.report.analysis import WITHIN, named_tile, neighbours
-from tiledsched.report.records import AS_GOOD, KnobVerdict, ProblemReport, Timed, ValueEffect
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, named_tile
+from tiledsched.report.analysis import WITHIN, neighbours
+from tiledsched.report.records import AS_GOOD, MODELLED, KnobVerdict, ProblemReport, Timed, ValueEffect
+from tiledsched.report.rules import best_by_value
 
 LEAST_PAIRS = 4
 """Fewer pairs conclude nothing. Half of a 95% interval is 1.6 standard deviations of the pairs with four of them, 2.5 with
@@ -42,7 +43,7 @@ def value_effects(one: ProblemReport) -> tuple[ValueEffect, ...]:
     ratios = _matched_ratios(one)
     best = one.best.schedule
     found = {
-        knob: _effects_against(knob, _key(one.best, knob), values, [ratios.get(knob, {})])
+        knob: _effects_against(knob, _key(one.best, knob), values, [ratios.get(knob, {})], one.provenance == MODELLED)
         for knob, values in _values([one]).items()
         if knob in best
     }
@@ -76,17 +77,11 @@ def _joined_effects(problems: tuple[ProblemReport, ...]) -> tuple[KnobVerdict, .
             for varying, close in near
             if knob in varying
         ]
-        verdicts.append(_verdict(knob, values, parts, reached))
+        estimated = any(one.provenance == MODELLED for one in problems)
+        verdicts.append(
+            _estimated(knob, values, parts, problems) if estimated else _verdict(knob, values, parts, reached)
+        )
     return tuple(sorted(verdicts, key=lambda each: (-_cost(each.effects), each.knob)))
-
-
-def preferred_values(problems: Sequence[ProblemReport], knobs: Sequence[str]) -> list[list[KnobValue | None]]:
-    """For each problem, the value that it prefers of each knob: no value compared with it is faster, and at least one is surely
-    slower. None where there is no such value.
-    """
-    tables = [_matched_ratios(one) for one in problems]
-    preferred = [[_favourite(knob, table.get(knob, {})) for knob in knobs] for table in tables]
-    return [[favourite and favourite[1] for favourite in each] for each in preferred]
 
 
 def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
@@ -157,6 +152,24 @@ def _verdict(
     )
 
 
+def _estimated(
+    knob: str, values: Sequence[_Key], parts: Sequence[_Ratios], problems: Sequence[ProblemReport]
+) -> KnobVerdict:
+    """The verdict on one knob from estimates, of which only differences beyond the model's error count."""
+    compared = [(one, times) for one in problems if len(times := best_by_value(one, (knob,))) > 1]
+    good = [{each for (each,), time in times.items() if time <= 1 + one.tolerance} for one, times in compared]
+    preferred = Counter(next(iter(each)) for each in good if len(each) == 1)
+    value = preferred.most_common(1)[0][0] if preferred else values[0][1]
+    fine = 2 * preferred[value] > len(good) and all(value in each for each in good)
+    return KnobVerdict(
+        knob=knob,
+        advice="choose" if len(preferred) > 1 else "leave" if fine else "unclear",
+        value=value,
+        effects=tuple(_effects_against(knob, (type(value), value), values, parts, True)),
+        preferred=tuple(preferred.most_common()),
+    )
+
+
 def _favourite(knob: str, part: _Ratios) -> _Key | None:
     """The value that one problem prefers: no value compared with it is faster, and at least one is surely slower."""
     values = [*dict.fromkeys(value for value, _ in part)]
@@ -169,10 +182,12 @@ def _favourite(knob: str, part: _Ratios) -> _Key | None:
     return None
 
 
-def _effects_against(knob: str, against: _Key, values: Sequence[_Key], parts: Sequence[_Ratios]) -> list[ValueEffect]:
+def _effects_against(
+    knob: str, against: _Key, values: Sequence[_Key], parts: Sequence[_Ratios], estimated: bool = False
+) -> list[ValueEffect]:
     """The effect of every other value, compared with `against`."""
     return [
-        _effect(knob, value, against, [part.get((value, against), []) for part in parts])
+        _effect(knob, value, against, [part.get((value, against), []) for part in parts], estimated)
         for value in values
         if value != against
     ]
@@ -230,8 +245,10 @@ def _program(timed: Timed) -> object:
     return timed.same_program_as or timed.schedule
 
 
-def _effect(knob: str, value: _Key, against: _Key, parts: Sequence[Sequence[float]]) -> ValueEffect:
-    """The effect of a value from the log ratios of each problem's pairs."""
+def _effect(
+    knob: str, value: _Key, against: _Key, parts: Sequence[Sequence[float]], estimated: bool = False
+) -> ValueEffect:
+    """The effect of a value from the log ratios of each problem's pairs; of estimates with their range, else with an interval."""
     from scipy.special import stdtrit
 
     known = [part for part in parts if part]
@@ -247,6 +264,8 @@ def _effect(knob: str, value: _Key, against: _Key, parts: Sequence[Sequence[floa
         error = math.sqrt(variance) / len(known)
         half = error * float(stdtrit(freedom, (1 + CONFIDENCE) / 2))  # Student's quantile
         ratio, low, high = math.exp(middle), math.exp(middle - half), math.exp(middle + half)
+        if estimated:
+            low, high = (math.exp(end(map(end, known))) for end in (min, max))
     return ValueEffect(
         knob=knob,
         value=value[1],
@@ -256,6 +275,7 @@ def _effect(knob: str, value: _Key, against: _Key, parts: Sequence[Sequence[floa
         ci_high=high,
         pairs=pairs,
         problems=len(known),
+        estimated=estimated,
     )
 
 

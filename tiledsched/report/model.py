@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,9 +25,23 @@ from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
-from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
+from tiledsched.report.records import (
+    AS_GOOD,
+    MEASURED,
+    MODELLED,
+    FailureCount,
+    ProblemReport,
+    Report,
+    Section,
+    Timed,
+    Untuned,
+)
+from tiledsched.report.serving import Serving
 from tiledsched.report.sources import WithShipped
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import for_compiler, of_kernel
+from tiledsched.store.model_error import error_of
 from tiledsched.store.queries import KnobEffect, knob_effects
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, Toolchain
 
@@ -51,6 +66,7 @@ def build_report(
     device_name: str | None = None,
     model_times: ModelTimes | None = None,
     served: Iterable[Entry] = (),
+    serving: Serving | None = None,
 ) -> Report:
     """The report on the schedules of a kernel on `arch`, from all that `db` knows of them.
 
@@ -63,6 +79,7 @@ def build_report(
         model_times: estimates for the problems that were not measured. Without it only the winner and the runner-up
             of each modelled entry are known.
         served: entries of every kernel: the highest rates measured among them are the ceilings.
+        serving: the lookup whose answers are called served; None for that of the database's own entries.
     """
     compiler = compiler_at_hand()
     known = [
@@ -81,7 +98,10 @@ def build_report(
     )
     entries = _shown_entries(reading.compilers, known, compiler)
     builds = _Builds(db, arch, kernel, reading.sources, entries)
-    desk = _Desk(kernel, arch, regime, builds, entries)
+    if serving is None:
+        make = functools.partial(LookupTable, known, kernel, regime=regime, compiler=compiler)
+        serving = Serving(arch, lambda accum_mode: make(accum_mode=accum_mode))
+    desk = _Desk(kernel, arch, regime, builds, entries, serving)
     measured = [desk.measured(key, landscape) for key, landscape in reading.landscapes.items()]
     done = {(problem, accum) for problem, _, accum in reading.landscapes}
     unmeasured = {
@@ -101,7 +121,9 @@ def build_report(
         device_name=device_name or "",
         elsewhere=reading.found - reading.taken,
         measured=_section(MEASURED, measured, tile),
-        modelled=_section(MODELLED, modelled, tile),
+        modelled=_section(
+            MODELLED, [replace(one, error=error_of(arch, one.problem, one.best.schedule)) for one in modelled], tile
+        ),
         unmeasured=tuple(
             entry
             for entry in entries
@@ -267,19 +289,25 @@ def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
 class _Desk:
     """What is needed to write the report on one problem."""
 
-    def __init__(self, kernel: KernelClass, arch: str, regime: str, builds: _Builds, entries: list[Entry]) -> None:
-        self.kernel, self.arch, self.regime, self.builds = kernel, arch, regime, builds
+    def __init__(
+        self, kernel: KernelClass, arch: str, regime: str, builds: _Builds, entries: list[Entry], serving: Serving
+    ) -> None:
+        self.kernel, self.arch, self.regime, self.builds, self.serving = kernel, arch, regime, builds, serving
         self.axes = axes_of(kernel)
         self.space: SearchSpace | None = _or_none(space_for, arch, kernel)
         self._defaults: dict[Problem, Schedule | None] = {}
         self._entries: dict[tuple[Problem, str], list[Entry]] = defaultdict(list)
+        self._codes: dict[Schedule, list[Entry]] = defaultdict(list)
         for entry in entries:
             self._entries[entry.problem, entry.accum_mode].append(entry)
+            if entry.fingerprint:
+                self._codes[entry.schedule].append(entry)
 
     def measured(self, key: LandscapeKey, landscape: Landscape) -> ProblemReport:
         """The report on one problem and device."""
         problem, _, mode = key
         device = landscape.newest[0].measurement.device
+        answers = self._answers(key)
         by_schedule = {one.measurement.schedule: one for one in landscape.newest}
         programs = {
             schedule: self._program(one.measurement.fingerprint, problem, schedule, device)
@@ -289,6 +317,9 @@ class _Desk:
             for build in self.builds.of(problem, device)
             if build.schedule not in by_schedule and accum_mode(build.schedule) == mode
         }
+        for each in filter(None, answers):
+            if each.schedule not in programs and (code := self._code(problem, each.schedule, device)):
+                programs[each.schedule] = self._program(code, problem, each.schedule, device)
         newest: dict[ProgramKey, Measurement] = {}
         for schedule, one in by_schedule.items():
             newest.setdefault(programs[schedule], one.measurement)
@@ -310,7 +341,7 @@ class _Desk:
             for schedule, program in programs.items()
             if program in known
         ]
-        written = self._write_up(MEASURED, key, timed, self._served(key))
+        written = self._write_up(MEASURED, key, timed, self._served(key), answers)
         taken = max(one.created_at for one in landscape.newest)
         written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
         if unlisted := landscape.schedules - len(by_schedule):
@@ -324,13 +355,13 @@ class _Desk:
         Other programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
         """
         problem, device = entry.problem, ARCHS.get(self.arch)
-        default = self.default(problem)
+        default, answers = self.default(problem), self._answers((problem, "", entry.accum_mode))
         builds, whole = self.builds.modelled(entry, device)
         # What is served may be of an older search space than what ships.
         today = _or_none(self.space.complete, entry.schedule) if self.space else None
         if today is not None and any(build.schedule == today for build in builds):
             entry = entry.replace(schedule=today)
-        named = (entry.schedule, default)
+        named = (entry.schedule, default, *(each.schedule for each in answers if each))
         spills = {build.schedule for build in builds if build.facts and spilled(build.facts.spill_bytes)}
         left_out = spills.difference(named) if len(spills) < len(builds) else set()
         programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
@@ -369,7 +400,7 @@ class _Desk:
             ]
         if not timed:
             return None
-        return replace(self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry), whole=whole)
+        return replace(self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, answers), whole=whole)
 
     def _estimates(
         self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
@@ -397,14 +428,46 @@ class _Desk:
         ]
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 
-    def _write_up(self, provenance: str, key: LandscapeKey, timed: list[Timed], served: Entry | None) -> ProblemReport:
+    def _answers(self, key: LandscapeKey) -> tuple[Served | None, Served | None]:
+        """What is served for a problem on a device, and what would be without tuning."""
+        return self.serving.served(*key), self.serving.untuned(*key)
+
+    def _code(self, problem: Problem, schedule: Schedule, device: Any) -> str:
+        """Fingerprint of the machine code of a schedule for a problem, where an entry of it or of a problem with the same machine
+        code names it; else empty.
+        """
+        from tiledsched.core.launches import problem_class
+
+        known = self._codes.get(schedule, ())
+        own = next((each.fingerprint for each in known if each.problem == problem), "")
+        if own or not known:
+            return own
+        wanted = _or_none(problem_class, self.kernel, problem, schedule, device)
+        alike = (
+            each for each in known if _or_none(problem_class, self.kernel, each.problem, schedule, device) == wanted
+        )
+        return next((each.fingerprint for each in alike), "") if wanted else ""
+
+    def _write_up(
+        self,
+        provenance: str,
+        key: LandscapeKey,
+        timed: list[Timed],
+        served: Entry | None,
+        answers: tuple[Served | None, Served | None],
+    ) -> ProblemReport:
         problem, device_name, accum_mode = key
-        chosen = served.schedule if served else None  # among equal times, the one that is served stands first
+        explained, untuned = answers
+        chosen = explained.schedule if explained else None  # among equal times, the one that is served stands first
         timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule != chosen, one.schedule.id))
         timed = [replace(one, relative=one.us / timed[0].us, rate=rate_of(problem, one.us)) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
-        ties = _ties(timed, programs, served) if provenance == MEASURED else set()
-        runner_up = next((one for one in programs[1:] if one.schedule not in ties), None)
+        serves = self._timed_as(chosen, timed)
+        tied = functools.cache(lambda of: _ties(timed, of, served) if provenance == MEASURED else frozenset())
+        ties: frozenset[Schedule] = tied(serves or timed[0])
+        leader = serves if serves and timed[0].schedule in ties else timed[0]
+        apart = (one for one in programs if _program_of(one) != _program_of(leader))
+        runner_up = next((one for one in apart if one.schedule not in tied(leader)), None)
         return ProblemReport(
             provenance=provenance,
             problem=problem,
@@ -413,11 +476,27 @@ class _Desk:
             size=self.axes.size(problem),
             shared=self.axes.shared_values(problem),
             timed=tuple(timed),
-            runner_up=runner_up or _raced(timed[0], served),
-            default=self._default(problem, timed),
+            runner_up=runner_up or _raced(leader, served),
+            default=self._timed_as(self.default(problem), timed),
             median_us=statistics.median(one.us for one in programs),
             programs=len(programs),
             served=served,
+            explained=explained,
+            serves=serves,
+            ties=ties,
+            untuned=self._untuned(untuned, timed) if untuned else None,
+        )
+
+    def _untuned(self, found: Served, timed: Sequence[Timed]) -> Untuned:
+        """What the lookup would serve without tuning, with its time where it has one."""
+        known = self._timed_as(found.schedule, timed)
+        return Untuned(
+            schedule=found.schedule,
+            provenance=found.provenance,
+            relative=known.relative if known else None,
+            us=known.us if known else None,
+            source=found.reason,
+            expected=found.expected_loss,
         )
 
     def default(self, problem: Problem) -> Schedule | None:
@@ -426,22 +505,31 @@ class _Desk:
             self._defaults[problem] = _or_none(self.space.default, problem) if self.space else None
         return self._defaults[problem]
 
-    def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
-        """The default schedule, if it has a time.
+    def _timed_as(self, schedule: Schedule | None, timed: Sequence[Timed]) -> Timed | None:
+        """The time of a schedule, if it has one.
 
-        A schedule of an older search space counts as the default if it is, once the knobs it lacks are at their
-        defaults.
+        A schedule of an older search space counts as the one wanted if it is, once the knobs it lacks are at their defaults.
         """
-        space, default = self.space, self.default(problem)
-        if space is None or default is None:
+        if schedule is None:
             return None
-        alike = (one for one in timed if all(default.get(knob, value) == value for knob, value in one.schedule.items()))
-        return next((one for one in alike if default in (one.schedule, _or_none(space.complete, one.schedule))), None)
+        exact = next((one for one in timed if one.schedule == schedule), None)
+        if exact is not None or self.space is None:
+            return exact
+        complete = self.space.complete
+        alike = (
+            one for one in timed if all(schedule.get(knob, value) == value for knob, value in one.schedule.items())
+        )
+        return next((one for one in alike if _or_none(complete, one.schedule) == schedule), None)
 
 
 def plainness(schedule: Schedule, default: Schedule | None) -> tuple[int, str]:
     """What orders schedules of one program: the one that changes the fewest knobs of the default stands first."""
     return sum(schedule.get(knob) != value for knob, value in (default or {}).items()), schedule.id
+
+
+def _program_of(one: Timed) -> Schedule:
+    """The schedule that stands for its program."""
+    return one.same_program_as or one.schedule
 
 
 def _raced(best: Timed, served: Entry | None) -> Timed | None:
@@ -454,19 +542,28 @@ def _raced(best: Timed, served: Entry | None) -> Timed | None:
     )
 
 
-def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: Entry | None) -> set[Schedule]:
-    """The programs that cannot be told apart from the fastest: as the race found, or else by overlapping intervals."""
-    best = programs[0]
-    program_of = {one.schedule: one.same_program_as or one.schedule for one in timed}
-    if served is not None and served.provenance == MEASURED:
-        raced = {program_of[schedule] for schedule in (served.schedule, *served.ties) if schedule in program_of}
-        if best.schedule in raced:
-            return raced - {best.schedule}
-    return {
+def _ties(timed: Sequence[Timed], of: Timed, entry: Entry | None) -> frozenset[Schedule]:
+    """The schedules that cannot be told apart from one: as its own race found, or else by overlapping intervals and by times
+    within `AS_GOOD` of each other. A race decides where it has an answer, because it timed both in turn.
+    """
+    raced: dict[Schedule, bool] = {}
+    if entry is not None and entry.provenance == MEASURED and entry.schedule == of.schedule:
+        raced = dict.fromkeys(entry.ties, True)
+        if entry.runner_up is not None:
+            raced[entry.runner_up] = False
+    decided = {_program_of(one): raced[one.schedule] for one in timed if one.schedule in raced}
+    return frozenset(
         one.schedule
-        for one in programs[1:]
-        if one.timing and best.timing and one.timing.ci_low_us <= best.timing.ci_high_us
-    }
+        for one in timed
+        if _program_of(one) != _program_of(of) and decided.get(_program_of(one), _as_good(one, of))
+    )
+
+
+def _as_good(one: Timed, other: Timed) -> bool:
+    """Whether two measured times cannot be told apart, or lie so close that the difference does not matter."""
+    first, second = one.timing, other.timing
+    overlap = first and second and first.ci_low_us <= second.ci_high_us and second.ci_low_us <= first.ci_high_us
+    return bool(overlap) or max(one.us, other.us) <= min(one.us, other.us) * (1 + AS_GOOD)
 
 
 def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRecord]) -> tuple[FailureCount, ...]:

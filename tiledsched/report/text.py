@@ -19,13 +19,22 @@ from tiledsched.report.csv_files import (
     interactions_csv,
     knobs_csv,
     regimes_csv,
+    rules_csv,
     schedules_csv,
     sensitivity_csv,
     winners_csv,
 )
 from tiledsched.report.document import Block, Chart, Explorer, ExplorerCase, Heading, Paragraph, Table, write_document
-from tiledsched.report.effects import joined_effects, preferred_values
-from tiledsched.report.records import DeviceConditions, Interaction, ProblemReport, Report, Section, TileSensitivity
+from tiledsched.report.records import (
+    MEASURED,
+    DeviceConditions,
+    Interaction,
+    ProblemReport,
+    Report,
+    Section,
+    TileSensitivity,
+)
+from tiledsched.report.rules import rules_of
 from tiledsched.report.vega import Spec
 from tiledsched.report.views import (
     FEWEST_DOTS,
@@ -37,9 +46,6 @@ from tiledsched.report.views import (
     source_of,
     views_of,
 )
-
-MOST_CHOSEN = 5
-"""Knobs in the table of preferred values, at most; those whose values cost most are taken."""
 
 
 def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
@@ -68,6 +74,7 @@ def _tables(report: Report) -> dict[str, str]:
         "schedules.csv": schedules_csv(report),
         "sensitivity.csv": sensitivity_csv(report),
         "knobs.csv": knobs_csv(report),
+        "rules.csv": rules_csv(report),
         "winners.csv": winners_csv(report),
         **({"regimes.csv": regimes_csv(report)} if report.regimes else {}),
         **({"interactions.csv": interactions_csv(report)} if report.measured.interactions else {}),
@@ -169,9 +176,9 @@ def _all_problems(report: Report, after: str) -> list[Block]:
             (
                 "knobs",
                 "Each line compares programs of one problem that differ in this knob alone, and is the mean "
-                "over problems with its 95% interval. "
-                "Orange knobs are best at different values for different problems (the folded table of preferred values "
-                "says which); blue ones can be left at one value. "
+                f"over problems with {'its 95% interval' if section.provenance == MEASURED else 'the range of the estimates'}. "
+                "Orange knobs are best at different values for different problems (the folded table of rules says which, where "
+                "one was found); blue ones can be left at one value. "
                 "All other knobs stay as they are in a pair, so that a tile may cost more here than in the tile maps, where "
                 "they are chosen anew.",
                 charts.knobs(report, problems),
@@ -306,7 +313,7 @@ def _section(section: Section, report: Report, after: str) -> list[Block]:
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
         blocks += [Heading(text=report.group_text(group[0]), level=3), _best_table(group, report)]
-    blocks += _preferences(section, after)
+    blocks += _rules(section, report, after)
     axes, tile = report.axes, " x ".join(report.tile_knobs or ())
     # The form of Table 4 of TiledAttention: what the choice of tile is worth, by size.
     blocks += _part(
@@ -361,20 +368,21 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     return Table(head=tuple(head), rows=tuple(map(tuple, rows)))
 
 
-def _preferences(section: Section, after: str) -> list[Block]:
-    """Which value each problem prefers of the knobs that have to be chosen for each problem."""
-    problems = explored(section.problems)
-    knobs = [verdict.knob for verdict in joined_effects(problems) if verdict.advice == "choose"][:MOST_CHOSEN]
+def _rules(section: Section, report: Report, after: str) -> list[Block]:
+    """For which problems each value of a knob is good."""
     return _part(
-        f"Which value each problem prefers{after}",
-        ("problem", *(f"`{knob}`" for knob in knobs)),
+        f"For which problems a value is good{after}",
+        ("rule", "problems", "right for", "one value for all right for", "saves"),
         (
-            (str(one.problem), *(NOTHING if value is None else show(value) for value in values))
-            for one, values in zip(problems, preferred_values(problems, knobs), strict=True)
-            if any(value is not None for value in values)
+            (rule.text, str(rule.problems), str(rule.right), str(rule.constant_right), percent_cell(rule.saved))
+            for rule in rules_of(section.problems, report.tile)
         ),
-        "A problem prefers a value if, over its matched pairs, no value compared with it is faster and at least one is surely "
-        "slower. Problems that prefer no value are left out.",
+        "A value is good for a problem if the best program with it takes at most 1% longer than the best of all (of estimates: "
+        "longer by at most the model's error), or cannot be told apart from it. The winners of all searches count. A rule is "
+        "right for a problem if the value it names is good there. It is judged on problems that it was made without, a tenth "
+        "at a time, and so is one value for all. A knob has no rule where chance may have made it, or where its values differ "
+        "by no more than noise. `saves` is how much less time the rule's value takes than the one value for all, where the two "
+        "differ and many programs of the problem were timed.",
     )
 
 

@@ -12,6 +12,7 @@ from tiledsched.report.analysis import broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
 from tiledsched.report.records import ProblemReport, Report, Timed, ValueEffect
+from tiledsched.store.model_error import error_text
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -47,7 +48,7 @@ def source_of(report: Report, one: ProblemReport) -> str:
     """Where the times of a problem come from, for the title of a picture."""
     if one.device_name:
         return f"measured on {one.device_name} ({report.arch})" + (f", {one.taken:%Y-%m-%d}" if one.taken else "")
-    return f"modelled for {report.arch}, not measured"
+    return f"modelled for {report.arch}, not measured; {error_text(one.error)}"
 
 
 def tile_rows(one: ProblemReport) -> list[Row]:
@@ -73,8 +74,9 @@ def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
         {
             "change": f"{each.knob}: {show(each.value)}, not {show(each.against)}",
             "relative": round(each.ratio, 4),
-            "low": round(each.ci_low or each.ratio, 4),
-            "high": round(each.ci_high or each.ratio, 4),
+            "low": round(low := each.ci_low or each.ratio, 4),
+            "high": round(high := each.ci_high or each.ratio, 4),
+            "between": f"{low:.3f} to {high:.3f} ({'range of estimates' if each.estimated else '95% interval'})",
             "said": change(each.ratio - 1),
             "pairs": each.pairs,
             "problems": each.problems,
@@ -120,9 +122,11 @@ def histogram_rows(one: ProblemReport) -> list[Row]:
 
 
 def mark_rows(one: ProblemReport) -> list[Row]:
-    """The winner, the default schedule and the rivals, as multiples of the best time, fastest first."""
+    """The winner, the default schedule and the rivals, fastest first. Of a rival it is the ratio of its own race, and its
+    measured time.
+    """
     default = [("default schedule", one.default.relative, one.default.us)] if one.default else []
-    rivals = [(name, relative, one.best.us * relative) for name, relative in one.rivals]
+    rivals = [(race.name, race.ratio, race.us) for race in one.races]
     ordered = sorted([("best", 1.0, one.best.us), *default, *rivals], key=lambda mark: mark[1])
     return [
         {
