@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
-from tiledsched.core import blame, errors, files
+from tiledsched.core import blame, errors, extras, files
 
 INTERRUPTED = 130
 COMPLETE = "_TILEDSCHED_COMPLETE"
@@ -92,6 +92,12 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
                         "tiledsched: interrupted; everything finished so far is stored, run again to go on\n"
                     )
                 return 128 + interrupt.number if isinstance(interrupt, Ended) else INTERRUPTED
+            except ImportError as error:
+                if str(error.name).startswith(extras.NAME):
+                    raise
+                logging.getLogger(extras.NAME).info("where it was raised:", exc_info=error)
+                sys.stderr.write(f"tiledsched: {extras.missing(error)}\n")
+                return 2
     finally:
         try:
             if sys.stderr is not None:

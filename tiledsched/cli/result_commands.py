@@ -385,7 +385,7 @@ def compare(
 
     What is served is compared, or where nothing is served the fastest measured program; regimes and accuracy classes are never
     mixed. A problem is slower or faster if the ratio of the times is beyond --threshold and their 95% intervals are apart; the
-    same if the ratio's whole interval is within it; else undecided, with the command that measures it again. Times of the
+    same if the ratio's whole interval is within it; else tied, with the command that measures it again. Times of the
     performance model make it estimated.
 
     Programs with the same machine code on both sides are counted apart: they show how far the two machines or days differ (two
@@ -407,8 +407,8 @@ def compare(
     if not found.rows:
         why = next((f" ({reason})" for _, _, reason in found.unpaired), "")
         raise errors.ConfigError(
-            f"{a} and {b} have no problem in common: {len(found.only_a)} only in the first, {len(found.only_b)} only in "
-            f"the second{why}; compare sources of the same kernel, arch and regime"
+            f"{a} and {b} have no problem in common: {len(found.only('A'))} only in the first, {len(found.only('B'))} only "
+            f"in the second{why}; compare sources of the same kernel, arch and regime"
         )
     files = write_comparison(found, Path(out)) if out else []
     if run.json:
@@ -416,15 +416,15 @@ def compare(
     else:
         served_output.print_compared(found, everything=everything)
         print(*files, sep="\n", end="\n" * bool(files))
-        _print_undecided(found, b if b.endswith(".db") else run.db)
+        _print_tie(found, b if b.endswith(".db") else run.db)
         print(f"compare: {found.line()}")
     return 1 if found.regressed else 0
 
 
-def _print_undecided(found: Comparison, db: str | None) -> None:
-    """Print the command that measures one of the undecided problems again."""
-    undecided = next((row.b for row in found.rows if row.verdict == "undecided" and row.b.words), None)
-    if undecided is not None:
-        words = ["tune", undecided.kernel, "--arch", undecided.arch, "-p", undecided.words]
-        print_next([("what decides one of the undecided", [*words, *(["--db", db] if db else [])])])
+def _print_tie(found: Comparison, db: str | None) -> None:
+    """Print the command that measures one of the ties again."""
+    tied = next((row.b for row in found.rows if row.verdict == "tied" and row.b.words), None)
+    if tied is not None:
+        words = ["tune", tied.kernel, "--arch", tied.arch, "-p", tied.words]
+        print_next([("what may decide one of the ties", [*words, *(["--db", db] if db else [])])])
         print()

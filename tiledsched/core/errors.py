@@ -40,6 +40,10 @@ class NoRoomError(CompilerError):
     """The disk that compilers write to was full. The message names the folder. The candidate itself did not fail."""
 
 
+class MissingPackageError(TiledschedError, ImportError):
+    """A package that is needed is not installed, or cannot be imported. The message ends with the command that installs it."""
+
+
 class DatabaseError(TiledschedError, RuntimeError):
     """The tuning database cannot be opened, is newer than this program, or is damaged."""
 
