@@ -154,7 +154,8 @@ def add_entry(db, schedule, **more):
 
 def add_raced(db, times, winner, **more):
     """Measurements, and the entry that serves the winner."""
-    db.put_entry(entry(winner, measurement_id=add_times(db, times)[winner], **more))
+    numbers = add_times(db, times, problem=more.get("problem", PROBLEM))
+    db.put_entry(entry(winner, measurement_id=numbers[winner], **more))
 
 
 def add_modelled(db, schedule, *, problem=PROBLEM, arch="sm_90", **changes):

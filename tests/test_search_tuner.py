@@ -26,6 +26,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Checked, Measurement, RivalTime
+from tiledsched.report import build_report
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.tuning.builder import Builder
@@ -194,6 +195,8 @@ def test_an_exhaustive_search_measures_every_program_once_and_a_second_run_nothi
     first = tune(recorded, db, **options)
     default = recorded_space(recorded).default(recorded.problem)
     assert first.measured == first.programs == len({recorded.key(each) for each in [*listed, default]})
+    (one,) = build_report(db, "sm_90", Attention).measured.problems  # a tune, `explain` and a report count alike
+    assert first.programs == first.entry.candidates == one.programs
     assert recorded.regret(first) <= 0.005
     compiled = recorded.compiled
     second = tune(recorded, db, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import REGIMES
 from tiledsched.cli.served_output import print_ablation, print_bench
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
 
 if TYPE_CHECKING:
     from tiledsched.studies.ablation.ladder import AblationRow
@@ -347,6 +347,19 @@ def ablation(
 )
 @out_option(None, "also write a page, its Markdown and a CSV file for each problem to this folder")
 @option("--ncu", type=FILE, metavar="FILE", help="Nsight Compute (default: on PATH, or where it installs itself)")
+@option(
+    "--sass",
+    is_flag=True,
+    help="compare instead the machine code of two schedules; this runs nothing, and needs no GPU",
+)
+@option(
+    "--candidates",
+    metavar="FILE",
+    help="with --sass, the two schedules: a file or a JSON list, as `tune` takes it (default: the one that is served, and "
+    "the runner-up of its race; of a single one, that and the one that is served)",
+)
+@option("--nvdisasm", type=FILE, metavar="FILE", help="with --sass, NVIDIA's disassembler (default: as for ncu)")
+@target_option
 def profile(
     run: Invocation,
     kernel: KernelClass,
@@ -355,24 +368,33 @@ def profile(
     methods: list[str] | None,
     out: str | None,
     ncu: str | None,
+    sass: bool,
+    candidates: str | None,
+    nvdisasm: str | None,
+    arch: str | None,
 ) -> None:
-    """Compare methods' use of the GPU under Nsight Compute.
+    """Compare methods' use of the GPU under Nsight Compute, or two schedules' machine code.
 
     It shows duration, throughput, occupancy, registers, spills, what warps wait for, and the bytes through L2 and DRAM beside
     the least possible.
 
     \b
     tiledsched study profile -p B=4,H=32,S=4096,D=128 -o profiles
+    tiledsched study profile -p B=4,H=32,S=4096,D=128 --sass
     """
     from tiledsched.studies.profile import pages
     from tiledsched.studies.profile.run import find_ncu, profiled_methods, versions
     from tiledsched.studies.profile.run import profile as run_profile
 
-    problems, program = named_problems(kernel, problem, suite), find_ncu(ncu)
-    if run.db:
-        os.environ["TILEDSCHED_DB"] = run.db  # the profiled process reads its own settings
+    problems = named_problems(kernel, problem, suite)
     if len(problems) > MOST_PROFILES:
         raise ConfigError(f"that is {len(problems)} problems; name at most {MOST_PROFILES} with -p")
+    if sass:
+        compare_code(run, kernel, problems, run.arch(arch), candidates, nvdisasm, made_folder(out or "profiles"))
+        return
+    program = find_ncu(ncu)
+    if run.db:
+        os.environ["TILEDSCHED_DB"] = run.db  # the profiled process reads its own settings
     here = next(iter(run.devices()), None)
     conditions = {"device": here.name if here else "", "versions": versions(program, here.driver if here else "")}
     rows: list[dict[str, object]] = []
@@ -385,6 +407,41 @@ def profile(
             print(pages.to_text(each, found, **conditions))
     if run.json:
         run.print({"rows": rows})
+
+
+def compare_code(
+    run: Invocation,
+    kernel: KernelClass,
+    problems: Sequence[Problem],
+    arch: str,
+    candidates: str | None,
+    nvdisasm: str | None,
+    folder: Path,
+) -> None:
+    """Write the machine code of two schedules of each problem side by side.
+
+    Raises:
+        ConfigError: fewer or more than two schedules are meant.
+        CompilerError: one does not compile.
+    """
+    from tiledsched.build.compiler import BuildTask
+    from tiledsched.serve.entries import load_table
+    from tiledsched.studies.profile import sass
+
+    program, files = sass.find_nvdisasm(nvdisasm), list[Path]()
+    table = load_table(run.settings(), kernel=kernel, archs={arch})
+    with run.session(arch) as session:
+        space = session.space(kernel, None, candidates)
+        for each in problems:
+            served = table.resolve(each, arch)
+            others = space.candidates or (served.entry and served.entry.runner_up,)
+            pair = [space.complete(one) for one in (served.schedule, *others) if one is not None][-2:]
+            if len({*pair}) != 2 or len(space.candidates) > 2:
+                raise ConfigError(f"{each}: two schedules are compared; name two others with --candidates")
+            tasks = [BuildTask(kernel=kernel.locator(), schedule=one, problem=each, arch=arch) for one in pair]
+            built = {done.task.schedule: done for done in session.pool.build(tasks)}
+            files += sass.compare(folder, each, arch, session.toolchain.tileiras, [built[one] for one in pair], program)
+    run.print({"files": files}, "\n".join(map(str, files)))
 
 
 study = CommandGroup(

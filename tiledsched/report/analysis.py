@@ -41,32 +41,34 @@ def size_regime(size: int) -> str:
     return next((name for name, largest in REGIMES if size <= largest), "long")
 
 
-def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None, *, whole: bool = False) -> tuple[TileTime, ...]:
-    """The best time of each tile, best tile first. `timed` must be sorted, fastest first; with `whole` it is all of the search
-    space, so that every tile is searched enough.
+def tile_times(one: ProblemReport, knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
+    """The best time of each tile, that of the leader first, and then the fastest. Where all of the search space has a time, every
+    tile is searched enough.
     """
     members: dict[Tile, list[Timed]] = defaultdict(list)
-    for one in timed:
-        if knobs is not None and {*knobs} <= {*one.schedule}:
-            members[one.schedule.number(knobs[0]), one.schedule.number(knobs[1])].append(one)
-    programs = {tile: len({one.same_program_as or one.schedule for one in each}) for tile, each in members.items()}
+    for each in one.timed:
+        if knobs is not None and {*knobs} <= {*each.schedule}:
+            members[each.schedule.number(knobs[0]), each.schedule.number(knobs[1])].append(each)
+    programs = {tile: len({each.same_program_as or each.schedule for each in of}) for tile, of in members.items()}
     values: dict[str, set[object]] = defaultdict(set)
-    for one in timed:
-        for knob, value in one.schedule.items():
+    for each in one.timed:
+        for knob, value in each.schedule.items():
             values[knob].add(value)
     possible = math.prod(len(each) for knob, each in values.items() if knob not in (knobs or ()))
     enough = min(ENOUGH_PROGRAMS, max(max(programs.values(), default=0) / 2, min(FEWEST_PROGRAMS, possible)))
-    ordered = sorted(members.items(), key=lambda item: item[1][0].us)
+    leader = one.leader
+    ordered = sorted(members.items(), key=lambda item: (all(each is not leader for each in item[1]), item[1][0].us))
     return tuple(
         TileTime(
             tile=tile,
-            us=each[0].us,
-            relative=each[0].us / ordered[0][1][0].us,
-            schedule=each[0].schedule,
+            us=of[0].us,
+            relative=of[0].relative,
+            schedule=of[0].schedule,
             programs=programs[tile],
-            searched=whole or place == 0 or programs[tile] >= enough,
+            searched=one.whole or place == 0 or programs[tile] >= enough,
+            ties=place > 0 and any(each.schedule in one.level for each in of),
         )
-        for place, (tile, each) in enumerate(ordered)
+        for place, (tile, of) in enumerate(ordered)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import statistics
 from collections import Counter, defaultdict
@@ -9,11 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
+from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.axes import show
 from tiledsched.report.effects import joined_effects
-from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report
+from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
 
@@ -43,83 +45,25 @@ def answer(report: Report) -> tuple[str, ...]:
         return (*lines, *_of_winners(section.problems))
     found = [
         _error(report, problems),
+        *_served(report, problems),
         _tiles(report, problems),
         _default(problems),
+        _untuned(problems),
         *rule_sentences(report),
         *_knobs(report, problems),
-        _best(report, problems),
+        _highest_rate(problems),
     ]
     return tuple(filter(None, [*lines, *found]))
 
 
-def problem_answer(one: ProblemReport, report: Report) -> str:
-    """What is known of one problem, in sentences."""
-    measured = one.provenance == MEASURED
-    where = f"On {one.device_name}" if measured else f"By the model's estimate for {report.arch}"
-    lines = [f"{where} {_best_of(one)}{', measured' if measured else ''}."]
-    others = []
-    if _tile_knobs(report) and one.second_tile:
-        others.append(
-            f"the second best {_unit(report)[1]}, {tile_text(one.second_tile.tile)}, takes "
-            f"{longer(one.second_tile.relative - 1)}"
-        )
-    elif _tile_knobs(report) and len(one.tiles) > 1:
-        tried = f"{tile_text(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
-        lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
-    if one.default and one.default.relative > 1:
-        others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
-    elif one.default or measured:
-        lines.append(f"The untuned default {'is the best' if one.default else 'was not timed'}.")
-    lines += [_sentence(joined(others))] if others else []
-    if one.programs > 1:
-        programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
-        near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
-        lines.append(
-            f"Of {plural(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
-            f"best time and {wider} within 5%."
-        )
-    else:
-        lines.append(f"No other schedule {'was timed' if measured else 'has an estimate'}{_raced(one)}.")
-    if one.races:
-        first = one.races[0]
-        day = f" ({first.taken:%Y-%m-%d})" if first.taken else ""
-        times = joined(f"{race.name} took {figure(race.us)} µs against {figure(race.ours_us)} µs" for race in one.races)
-        lines.append(f"Timed in turn with {short(first.schedule)}{day}, {times}.")
-    return " ".join(lines)
-
-
 def next_step(report: Report) -> str:
-    """What to run to know more, with its command; empty where nothing is left open."""
-    measured, modelled = report.measured.problems, report.modelled.problems
-    if not measured and not modelled:
+    """What to run first where nothing is known, or which of the modelled problems to measure first; else empty."""
+    if not report.measured.problems and not report.modelled.problems:
         return (
-            f"Run {_command(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
+            f"Run {command_of(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
             "model ranks the schedules."
         )
-    if not measured and (first := least_sure(report)):
-        return first
-    if not measured:
-        known = [one for one in modelled if one.default_drop or one.tile_drop]
-        most = max(known, key=lambda one: one.default_drop or one.tile_drop or 0.0, default=None)
-        why = ": for this problem the estimates differ most" if most else ""
-        return f"To measure, run {_command(report, 'tune', most)} on a machine with a GPU of {report.arch}{why}."
-    problems = explored(measured)
-    if not problems:
-        command = _command(report, "record", measured[0])
-        return (
-            f"To learn what other schedules cost, run {command} on the same GPU: it measures 300 programs of a problem."
-        )
-    if bare := [one for one in problems if _tile_knobs(report) and len(one.tiles) > 1 and one.second_tile is None]:
-        command, over = _command(report, "record", bare[0]), plural(len(bare), "problem")
-        unit = _unit(report)[1]
-        return f"To learn what any other {unit} costs, run {command} on the same GPU: too few were timed for {over}."
-    if unknown := [each for each in _verdicts(report, problems) if each.advice in ("unclear", "untried")]:
-        command = _command(report, "tune", max(problems, key=lambda one: one.programs), "--neighbours")
-        return (
-            f"To learn more about {_names(unknown)}, run {command} on the same GPU, and likewise for other problems: it times "
-            "schedules that differ from the best in one or two knobs."
-        )
-    return ""
+    return least_sure(report)
 
 
 def least_sure(report: Report) -> str:
@@ -139,7 +83,7 @@ def least_sure(report: Report) -> str:
         f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles differ by "
         "less than the model's error, so measure these first. "
         f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run "
-        f"{_command(report, 'tune', first)} on a machine with this GPU."
+        f"{command_of(report, 'tune', first)} on a machine with this GPU."
     )
 
 
@@ -205,29 +149,63 @@ def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
     return lines + ([_sentence(_best_of(problems[0]))] if len(problems) == 1 else [])
 
 
-def _raced(one: ProblemReport) -> str:
-    """What the entry says of the runner-up, whose own time is not known."""
-    if one.runner_up is None or one.runner_up_drop is None:
-        return ""
-    return f", but the race's runner-up, {short(one.runner_up.schedule)}, took {longer(one.runner_up_drop)}"
-
-
-def _tile_knobs(report: Report) -> tuple[str, ...]:
-    """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
-    return report.tile
-
-
 def _unit(report: Report) -> tuple[str, str]:
     """What the two knobs of a tile map are called, and one of their values: a tile, or by their names."""
-    knobs = _tile_knobs(report)
+    knobs = report.tile
     if named_tile(knobs) or all(any(word in knob.lower() for word in ("tile", "block")) for knob in knobs):
         return "its tile", "tile"
     return " and ".join(map(code, knobs)), "pair of values"
 
 
+def tile_unit(report: Report) -> str:
+    """What a tile of the report's map is called; empty where the kernel has no tile."""
+    return _unit(report)[1] if report.tile else ""
+
+
+def _served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+    """What `explain` serves for the problems, and how that compares with the fastest that was timed."""
+    tile, said = report.tile, list[str]()
+    of_tile = [each.schedule for one in problems if (each := one.explained) and tile and {*tile} <= {*each.schedule}]
+    counts = Counter(tile_text((each.number(tile[0]), each.number(tile[1]))) for each in of_tile).most_common()
+    if len(problems) > 1 and counts:
+        named = joined(f"{each} for {number}" for each, number in counts)
+        said.append(f"Of {len(problems)} problems, {named} are served with this {_unit(report)[1]}.")
+    measured = problems[0].provenance == MEASURED
+    apart = [one for one in problems if one.serves is None]
+    faster = [one for one in problems if one.faster]
+    first = [one for one in problems if one.serves and one.serves.us <= one.best.us]
+    ties = len(problems) - len(apart) - len(faster) - len(first)
+    among = "the fastest that was timed" if measured else "the one with the shortest estimate"
+    parts = [f"is {among} for {len(first)}" if first else ""]
+    parts.append((f"ties with it for {ties}" if measured else f"has a longer estimate for {ties}") if ties else "")
+    parts.append(f"is surely slower than another for {len(faster)}" if faster else "")
+    unknown = "was not timed beside the others" if measured else "has no estimate"
+    parts.append(f"{unknown} for {len(apart)}" if apart else "")
+    said.append(
+        f"The schedule that `explain` serves {joined(filter(None, parts))} of {plural(len(problems), 'problem')}."
+    )
+    if faster:
+        most = min(faster, key=lambda one: 1 / one.serves.relative if one.serves else 1.0)
+        said.append(_sentence(faster_text(most)))
+    return said
+
+
+def faster_text(one: ProblemReport) -> str:
+    """That another schedule is surely faster than the one served, with both times and their days; empty where none is."""
+    if one.faster is None or one.serves is None:
+        return ""
+    times = [
+        f"{figure(each.us)} µs{f' on {each.taken:%Y-%m-%d}' if each.taken else ''}" for each in (one.faster, one.serves)
+    ]
+    return (
+        f"for {one.problem}, {short(one.faster.schedule)} took {times[0]}, and what is served, {short(one.serves.schedule)}, "
+        f"{times[1]}: {longer(1 / one.serves.relative - 1)}, but the two were not raced against each other"
+    )
+
+
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     """How sensitive the kernel is to its tile."""
-    if not _tile_knobs(report):
+    if not report.tile:
         return ""
     what, unit = _unit(report)
     second = [one.tile_drop for one in problems if one.tile_drop is not None]
@@ -239,32 +217,67 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     measured = problems[0].provenance == MEASURED
     where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
     drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
+    ties = sum(one.second_tile.ties for one in problems if one.second_tile)
     said = f"{longer(drop)} ({_median(second)})"
+    if ties == len(second):
+        said, takes = f"({_median(second)})", "ties with the best"
+    else:
+        takes, said = "takes", f"{said}; it ties with the best for {ties} of them" if ties else said
     if most > drop:
-        said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
+        said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
+        said += "" if len(worst) == len(second) else f" ({_median(worst)})"
     if not measured:
         apart = sum(one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None)
         which = f"For {apart} of {len(second)} problems the" if apart else "The"
         more = "more" if apart else "no more"
-        return f"{where}, the second best {unit} takes {said}. {which} two differ by {more} than the model's error."
+        return f"{where}, the second best {unit} {takes} {said}. {which} two differ by {more} than the model's error."
     if drop > AS_GOOD:
-        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
+        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} {takes} {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
-    return f"{where}, {report.kernel} {verdict}: the second best takes {said}."
+    return f"{where}, {report.kernel} {verdict}: the second best {takes} {said}."
 
 
 def _default(problems: Sequence[ProblemReport]) -> str:
+    """What the compiler defaults cost."""
     drops = [one.default_drop for one in problems if one.default_drop is not None]
     if not drops:
-        return "The untuned default was not timed." if problems[0].provenance == MEASURED else ""
+        return "The compiler defaults were not timed." if problems[0].provenance == MEASURED else ""
+    rest = len(problems) - len(drops)
+    return f"The compiler defaults take {_cost(drops)}{f'; for {rest} they have no time' if rest else ''}."
+
+
+def _untuned(problems: Sequence[ProblemReport]) -> str:
+    """What is lost where a problem was never tuned, as far as it was timed, and what such choices lost elsewhere."""
+    choices = [one.untuned for one in problems if one.untuned]
+    drops = [each.relative - 1 for each in choices if each.relative is not None]
+    unknown = [each for each in choices if each.relative is None]
+    if not choices:
+        return ""
+    said = f"takes {_cost(drops)}" if drops else "has no time for any of these problems"
+    if drops and unknown:
+        said += f"; for the other {len(unknown)} that schedule was not timed"
+    expected = {each.expected for each in unknown if each.expected}
+    if expected:
+        means = sorted(each.mean for each in expected)
+        mean = " to ".join(dict.fromkeys((percent(means[0]), percent(means[-1]))))
+        archs = joined(sorted({each.arch for each in expected}))
+        said += (
+            f". On problems of {archs} that were hidden from it, such choices lost {mean} on average, and at worst "
+            f"{percent(max(each.worst for each in expected))}"
+        )
+    return f"What is served without tuning {said}."
+
+
+def _cost(drops: Sequence[float]) -> str:
+    """Losses over the best time in words: their median and the largest."""
     drop = statistics.median(drops)
-    if drop <= AS_GOOD:
-        return f"The untuned default is as good as the best schedule: it takes {longer(drop)} ({_median(drops)})."
-    return f"The untuned default takes {longer(drop, 'the best schedule')} ({_median(drops)})."
+    most = f", at most {longer(max(drops))}" if len(drops) > 1 and max(drops) > drop + 0.0005 else ""
+    return f"{longer(drop, 'the best schedule')} ({_median(drops)}{most})"
 
 
-def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
-    return [each for each in joined_effects(problems) if each.knob not in _tile_knobs(report)]
+def verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
+    """What to do about each knob but those of the tile."""
+    return [each for each in joined_effects(problems) if each.knob not in report.tile]
 
 
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
@@ -273,7 +286,7 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     measured = problems[0].provenance == MEASURED
     section = report.measured if measured else report.modelled
     ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
-    for each in _verdicts(report, problems):
+    for each in verdicts(report, problems):
         of["rule" if (each.knob,) in ruled else each.advice].append(each)
     chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
     left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
@@ -306,33 +319,25 @@ def _preferred(verdict: KnobVerdict, problems: int) -> str:
     return ", ".join([*words, *([f"{none} {rest}"] if rest else [])])
 
 
-def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
-    """The best schedule of the only problem, or how often each tile is best and where the rate is highest."""
-    if len(problems) == 1:
-        return _sentence(_best_of(problems[0]))
-    said, unit = "", _unit(report)[1]
-    counts = Counter(one.tiles[0].tile for one in problems if one.tiles and _tile_knobs(report)).most_common()
-    if counts:
-        (first, number), *others = counts
-        best, more = (
-            f"{tile_text(first)} is the best {unit} for",
-            [f"{tile_text(tile)} for {times}" for tile, times in others],
-        )
-        said = f"Of {len(problems)} problems, {joined([f'{best} {number}', *more])}. " if more else f"{best} all. "
+def _highest_rate(problems: Sequence[ProblemReport]) -> str:
+    """Where the rate is highest, of several problems."""
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
     top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    return f"{said}Among these problems, the highest rate is that of {top.problem}: {short(top.best.schedule)}, {_time(top)}."
+    if len(problems) == 1 or not top.best.rate:
+        return _sentence(_best_of(top)) if len(problems) == 1 else ""
+    best = f"{short(top.leader.schedule)}, {best_time(top, top.leader)}"
+    return f"Among these problems, the highest rate is that of {top.problem}: {best}."
 
 
 def _best_of(one: ProblemReport) -> str:
-    return f"the best schedule is {short(one.best.schedule)}: {_time(one)}"
+    return f"the best schedule is {short(one.leader.schedule)}: {best_time(one, one.leader)}"
 
 
-def _time(one: ProblemReport) -> str:
-    """The best time of a problem and its rate."""
-    rate = f" ({figure(one.best.rate)} {unit_of(one.problem)})" if one.best.rate else ""
-    return f"{figure(one.best.us)} µs{rate}"
+def best_time(one: ProblemReport, timed: Timed) -> str:
+    """A time of a problem and its rate."""
+    rate = f" ({figure(timed.rate)} {unit_of(one.problem)})" if timed.rate else ""
+    return f"{figure(timed.us)} µs{rate}"
 
 
 def _median(values: Sequence[float]) -> str:
@@ -347,9 +352,18 @@ def _devices(problems: Sequence[ProblemReport]) -> list[str]:
     return [*dict.fromkeys(one.device_name for one in problems)]
 
 
-def _command(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
+def command_of(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
+    """A command about the kernel and the arch of a report, as code; with a problem, about that."""
+    return code(shlex.join(["tiledsched", *name.split(), *target_of(report, one), *more]))
+
+
+def target_of(report: Report, one: ProblemReport | None = None) -> list[str]:
+    """The words of a command that name the kernel and the arch of a report; with a problem, that too. A kernel of one's own is
+    named by its file.
+    """
+    kernel = report.kernel if report.kernel in SHIPPED else kernel_named(report.kernel).locator()
     problem = ["-p", format_problem(one.problem)] if one else []
-    return code(shlex.join(["tiledsched", name, report.kernel, "--arch", report.arch, *problem, *more]))
+    return [os.path.relpath(kernel) if os.path.isabs(kernel) else kernel, "--arch", report.arch, *problem]
 
 
 def _names(verdicts: Iterable[KnobVerdict]) -> str:

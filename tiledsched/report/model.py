@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.toolchain import compiler_at_hand
@@ -25,24 +26,14 @@ from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
-from tiledsched.report.records import (
-    AS_GOOD,
-    MEASURED,
-    MODELLED,
-    FailureCount,
-    ProblemReport,
-    Report,
-    Section,
-    Timed,
-    Untuned,
-)
+from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed, Untuned
 from tiledsched.report.serving import Serving
 from tiledsched.report.sources import WithShipped
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import for_compiler, of_kernel
 from tiledsched.store.model_error import error_of
-from tiledsched.store.queries import KnobEffect, knob_effects
+from tiledsched.store.queries import KnobEffect, ProgramKey, knob_effects, program_key
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, Toolchain
 
 if TYPE_CHECKING:
@@ -53,8 +44,6 @@ ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
 """The performance model: from a problem and its builds to microseconds by schedule id. Builds that it cannot judge are
 left out.
 """
-ProgramKey = tuple[str, object]
-"""(fingerprint, grids): what makes a program distinct on one problem and device."""
 
 
 def build_report(
@@ -161,7 +150,7 @@ def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compi
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile, whole=one.whole)) for one in problems),
+            (replace(one, tiles=tile_times(one, tile)) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -307,22 +296,23 @@ class _Desk:
         """The report on one problem and device."""
         problem, _, mode = key
         device = landscape.newest[0].measurement.device
-        answers = self._answers(key)
+        own = self._served(key)
+        answers = self._answers(key, len(landscape.newest) > 2 or bool(own and own.layer != "shipped"))
         by_schedule = {one.measurement.schedule: one for one in landscape.newest}
         programs = {
-            schedule: self._program(one.measurement.fingerprint, problem, schedule, device)
+            schedule: program_key(one.measurement.fingerprint, problem, schedule, device)
             for schedule, one in by_schedule.items()
         } | {
-            build.schedule: self._program(build.fingerprint, problem, build.schedule, device)
+            build.schedule: program_key(build.fingerprint, problem, build.schedule, device)
             for build in self.builds.of(problem, device)
             if build.schedule not in by_schedule and accum_mode(build.schedule) == mode
         }
         for each in filter(None, answers):
             if each.schedule not in programs and (code := self._code(problem, each.schedule, device)):
-                programs[each.schedule] = self._program(code, problem, each.schedule, device)
-        newest: dict[ProgramKey, Measurement] = {}
+                programs[each.schedule] = program_key(code, problem, each.schedule, device)
+        newest: dict[ProgramKey, tuple[Measurement, datetime]] = {}
         for schedule, one in by_schedule.items():
-            newest.setdefault(programs[schedule], one.measurement)
+            newest.setdefault(programs[schedule], (one.measurement, one.created_at))
         known = {
             program: Timed(
                 schedule=found.schedule,
@@ -330,9 +320,10 @@ class _Desk:
                 us=found.median_us,
                 timing=Timing(median_us=found.median_us, ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us),
                 samples=len(found.samples_us),
+                taken=taken,
                 facts=self.builds.facts.get(found.fingerprint),
             )
-            for program, found in newest.items()
+            for program, (found, taken) in newest.items()
         }
         timed = [
             replace(known[program], schedule=schedule, same_program_as=known[program].schedule)
@@ -341,9 +332,9 @@ class _Desk:
             for schedule, program in programs.items()
             if program in known
         ]
-        written = self._write_up(MEASURED, key, timed, self._served(key), answers)
-        taken = max(one.created_at for one in landscape.newest)
-        written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
+        written = self._write_up(MEASURED, key, timed, own, answers)
+        trace = tuple(us / written.best.us for us in landscape.trace_us)
+        written = replace(written, trace=trace, taken=max(one.created_at for one in landscape.newest))
         if unlisted := landscape.schedules - len(by_schedule):
             return replace(written, median_us=landscape.median_us, programs=written.programs + unlisted)
         return written
@@ -364,10 +355,11 @@ class _Desk:
         named = (entry.schedule, default, *(each.schedule for each in answers if each))
         spills = {build.schedule for build in builds if build.facts and spilled(build.facts.spill_bytes)}
         left_out = spills.difference(named) if len(spills) < len(builds) else set()
-        programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
+        every: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
         for build in builds:
-            if build.schedule not in left_out:
-                programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
+            every[program_key(build.fingerprint, problem, build.schedule, device)].append(build)
+        kept = {key: [each for each in alike if each.schedule not in left_out] for key, alike in every.items()}
+        programs = {key: alike for key, alike in kept.items() if alike}
         first = [
             min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))
             for alike in programs.values()
@@ -400,7 +392,9 @@ class _Desk:
             ]
         if not timed:
             return None
-        return replace(self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, answers), whole=whole)
+        written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, answers)
+        spilling = len(every) - len(programs)
+        return replace(written, whole=whole, spilling=spilling, programs=written.programs + spilling)
 
     def _estimates(
         self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
@@ -416,9 +410,6 @@ class _Desk:
         made = model_times(problem, others) if others else {}
         return found | {build.schedule: made[build.schedule.id] for build in others if build.schedule.id in made}
 
-    def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
-        return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
-
     def _served(self, key: LandscapeKey) -> Entry | None:
         problem, device_name, accum_mode = key
         fitting = [
@@ -428,9 +419,9 @@ class _Desk:
         ]
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 
-    def _answers(self, key: LandscapeKey) -> tuple[Served | None, Served | None]:
-        """What is served for a problem on a device, and what would be without tuning."""
-        return self.serving.served(*key), self.serving.untuned(*key)
+    def _answers(self, key: LandscapeKey, wanted: bool = True) -> tuple[Served | None, Served | None]:
+        """What is served for a problem on a device and, where `wanted`, what would be without tuning: finding that takes long."""
+        return self.serving.served(*key), self.serving.untuned(*key) if wanted else None
 
     def _code(self, problem: Problem, schedule: Schedule, device: Any) -> str:
         """Fingerprint of the machine code of a schedule for a problem, where an entry of it or of a problem with the same machine
@@ -457,18 +448,13 @@ class _Desk:
         answers: tuple[Served | None, Served | None],
     ) -> ProblemReport:
         problem, device_name, accum_mode = key
-        explained, untuned = answers
+        (explained, untuned), measured = answers, provenance == MEASURED
         chosen = explained.schedule if explained else None  # among equal times, the one that is served stands first
         timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule != chosen, one.schedule.id))
         timed = [replace(one, relative=one.us / timed[0].us, rate=rate_of(problem, one.us)) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
         serves = self._timed_as(chosen, timed)
-        tied = functools.cache(lambda of: _ties(timed, of, served) if provenance == MEASURED else frozenset())
-        ties: frozenset[Schedule] = tied(serves or timed[0])
-        leader = serves if serves and timed[0].schedule in ties else timed[0]
-        apart = (one for one in programs if _program_of(one) != _program_of(leader))
-        runner_up = next((one for one in apart if one.schedule not in tied(leader)), None)
-        return ProblemReport(
+        found = ProblemReport(
             provenance=provenance,
             problem=problem,
             device_name=device_name,
@@ -476,16 +462,20 @@ class _Desk:
             size=self.axes.size(problem),
             shared=self.axes.shared_values(problem),
             timed=tuple(timed),
-            runner_up=runner_up or _raced(leader, served),
+            runner_up=None,
             default=self._timed_as(self.default(problem), timed),
             median_us=statistics.median(one.us for one in programs),
             programs=len(programs),
             served=served,
             explained=explained,
             serves=serves,
-            ties=ties,
+            ties=_ties(timed, serves or timed[0], served) if measured else frozenset(),
             untuned=self._untuned(untuned, timed) if untuned else None,
         )
+        leader = found.leader
+        level = _ties(timed, leader, served) if measured else frozenset()
+        apart = (one for one in programs if _program_of(one) != _program_of(leader) and one.schedule not in level)
+        return replace(found, level=level, runner_up=next(apart, None) or _raced(leader, served))
 
     def _untuned(self, found: Served, timed: Sequence[Timed]) -> Untuned:
         """What the lookup would serve without tuning, with its time where it has one."""
@@ -555,15 +545,8 @@ def _ties(timed: Sequence[Timed], of: Timed, entry: Entry | None) -> frozenset[S
     return frozenset(
         one.schedule
         for one in timed
-        if _program_of(one) != _program_of(of) and decided.get(_program_of(one), _as_good(one, of))
+        if _program_of(one) != _program_of(of) and decided.get(_program_of(one), one.ties_with(of))
     )
-
-
-def _as_good(one: Timed, other: Timed) -> bool:
-    """Whether two measured times cannot be told apart, or lie so close that the difference does not matter."""
-    first, second = one.timing, other.timing
-    overlap = first and second and first.ci_low_us <= second.ci_high_us and second.ci_low_us <= first.ci_high_us
-    return bool(overlap) or max(one.us, other.us) <= min(one.us, other.us) * (1 + AS_GOOD)
 
 
 def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRecord]) -> tuple[FailureCount, ...]:

@@ -49,12 +49,20 @@ class Timed:
     """The measured time with its interval; None where modelled."""
     samples: int = 0
     """Timed launches; 0 where modelled."""
+    taken: datetime | None = None
+    """When it was measured, UTC; None where modelled."""
     same_program_as: Schedule | None = None
     """The schedule that was timed in its place, because it has the same machine code and grid; None where it was timed
     itself.
     """
     facts: ResourceFacts | None = None
     """Resources of the machine code; None where unknown."""
+
+    def ties_with(self, other: Timed) -> bool:
+        """Whether two times cannot be told apart, because their intervals overlap, or differ by no more than `AS_GOOD`."""
+        one, two = self.timing, other.timing
+        overlap = one and two and one.ci_low_us <= two.ci_high_us and two.ci_low_us <= one.ci_high_us
+        return bool(overlap) or max(self.us, other.us) <= min(self.us, other.us) * (1 + AS_GOOD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +116,15 @@ class TileTime:
     us: float
     """Best time over all other knobs, in microseconds."""
     relative: float
-    """Its time over the best tile's time."""
+    """Its time over the best time of all tiles."""
     schedule: Schedule
     """The schedule with that time."""
     programs: int
     """Distinct programs with this tile that have a time."""
     searched: bool
-    """Whether they are enough, beside those of other tiles, to say what the tile costs; always so for the best tile."""
+    """Whether they are enough, beside those of other tiles, to say what the tile costs; always so for the first tile."""
+    ties: bool = False
+    """Whether its best schedule cannot be told apart from that of the first tile; never so where modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +221,7 @@ class ProblemReport:
     median_us: float
     """Median over the distinct programs, in microseconds."""
     programs: int
-    """Distinct programs (machine code and grid) with a time."""
+    """Distinct programs (machine code and grid) with a time, and those in `spilling`."""
     served: Entry | None
     """This problem's own entry; None where it has none."""
     explained: Served | None = None
@@ -222,12 +232,18 @@ class ProblemReport:
     """Timed schedules that cannot be told apart from the one of `serves`, which is not among them. Where that is None: from
     the fastest.
     """
+    level: frozenset[Schedule] = frozenset()
+    """Timed schedules that cannot be told apart from the leader."""
     untuned: Untuned | None = None
-    """What would be served without tuning, and what it costs; None where the lookup knows nothing."""
+    """What would be served without tuning, and what it costs; None where the lookup knows nothing, and for problems that ship
+    of which little but the winner has a time.
+    """
+    spilling: int = 0
+    """Distinct programs that were left out, because they spill registers; none where measured."""
     whole: bool = False
     """Whether all of the search space has a time, but for programs that spill registers."""
     tiles: tuple[TileTime, ...] = ()
-    """Each tile size, best first; empty where schedules have no tile knobs."""
+    """Each tile size: that of the leader first, then the others by their best times. Empty where schedules have no tile knobs."""
     taken: datetime | None = None
     """When the newest of its measurements was taken, UTC; None where modelled."""
     error: ModelError | None = None
@@ -257,13 +273,19 @@ class ProblemReport:
 
     @property
     def leader(self) -> Timed:
-        """What is served, where the fastest schedule cannot be told apart from it; else the fastest schedule."""
-        return self.serves if self.serves and self.best.schedule in self.ties else self.best
+        """What is served, where the fastest schedule cannot be told apart from it, or lost the race against it; else the fastest
+        schedule.
+        """
+        served, own = self.serves, self.served
+        if served is None or served.us <= self.best.us or self.best.schedule in self.ties:
+            return served or self.best
+        lost = own is not None and (own.schedule, own.runner_up) == (served.schedule, self.best.schedule)
+        return served if lost else self.best
 
     @property
     def faster(self) -> Timed | None:
-        """The fastest schedule, where it is surely faster than the time of what is served; else None."""
-        return self.best if self.serves and self.serves.us > self.best.us and self.leader is self.best else None
+        """The fastest schedule, where its time is surely shorter than that of what is served; else None, as where modelled."""
+        return self.best if self.provenance == MEASURED and self.serves and self.leader is not self.serves else None
 
     @property
     def runner_up_drop(self) -> float | None:
@@ -284,7 +306,7 @@ class ProblemReport:
 
     @property
     def second_tile(self) -> TileTime | None:
-        """The second best tile; None with fewer than two tiles, and where too little was searched of the second.
+        """The best tile but the leader's; None with fewer than two tiles, and where too little was searched of it.
 
         What is not searched enough could only turn out faster: within `AS_GOOD` of the best it says that the tile matters
         little.
@@ -294,8 +316,8 @@ class ProblemReport:
 
     @property
     def tile_drop(self) -> float | None:
-        """Best time of the second best tile over the best time, minus 1; None where that tile is not known."""
-        return self.second_tile.relative - 1 if self.second_tile else None
+        """Best time of the second tile over that of the leader's, minus 1, and not below 0; None where that tile is not known."""
+        return max(0.0, self.second_tile.us / self.tiles[0].us - 1) if self.second_tile else None
 
     @property
     def worst_tile(self) -> TileTime | None:

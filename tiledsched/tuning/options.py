@@ -109,8 +109,13 @@ class Options:
         for each in options_of(self.__class__):
             value = getattr(self, each.name)
             if value is not None:
-                found[each.name] = real_path(value) if each.is_file else value
+                found[each.name] = real_path(value) if each.is_file and not is_list(value) else value
         return found
+
+
+def is_list(text: str) -> bool:
+    """Whether a text that may name a file is a JSON list itself."""
+    return text.lstrip().startswith("[")
 
 
 def options_of(cls: type[Options]) -> tuple[OptionSpec, ...]:
@@ -199,8 +204,8 @@ class TuneOptions(Options):
         None,
         metavar="FILE",
         is_file=True,
-        help="search only the schedules of this file (JSON list, CSV, T4 results, Kernel Tuner cache), the default and what is "
-        "served",
+        help="search only these schedules, the default and what is served: a JSON list, or a file of JSON, CSV, T4 results or a "
+        "Kernel Tuner cache",
         default_help="the whole space",
     )
     space: str | None = option(**SPACE)
