@@ -96,11 +96,8 @@ def __getattr__(name: str) -> Any:
         return ["__version__", *_HOMES]
     if name not in _HOMES:
         raise AttributeError(f"module 'tiledsched' has no attribute {name!r}")
-    try:
-        home = importlib.import_module(_HOMES[name])
-    except ImportError as error:
-        raise importlib.import_module("tiledsched.core.extras").missing(error) from error
-    found = globals()[name] = getattr(home, name)
+    with importlib.import_module("tiledsched.core.extras").required():
+        found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return found
 
 

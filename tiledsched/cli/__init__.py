@@ -144,6 +144,11 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
             f"tiledsched: {where}{error.strerror or error}; see that it is there, that you may use it and that it has room"
         )
         return 2
+    except Exception as error:
+        if mistake := blame.mistake_of(error):
+            note(f"tiledsched: {mistake}; correct it there")
+            return 2
+        raise
 
 
 def _with_meant(message: str) -> str:

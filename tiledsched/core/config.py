@@ -93,7 +93,16 @@ watchers: list[Callable[[], None]] = []
 """Functions that are called after `configure` has changed something, so that caches that depend on settings are cleared."""
 
 
-class configure:  # noqa: N801
+class CalledFirst(type):
+    """The class of context managers that say so where they are used without being called."""
+
+    def __enter__(cls) -> None:
+        raise ConfigError(f"{cls.__name__} is called first; write: with tiledsched.{cls.__name__}():")
+
+    def __exit__(cls, *error: object) -> None: ...
+
+
+class configure(metaclass=CalledFirst):  # noqa: N801
     """Set settings and knobs for this process: at once, and until the end of the block where used as a context manager.
 
     `configure(regime="sustained")` stays; `with configure(tile_m=128, tile_n=64): ...` is undone at the end of the block. None

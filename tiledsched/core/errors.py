@@ -28,6 +28,13 @@ class SpaceError(TiledschedError, ValueError):
     """A search-space file or a schedule that does not fit its space."""
 
 
+class UnknownKnobError(KeyError):
+    """A schedule was asked for a knob that it does not have."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class ConfigError(TiledschedError, ValueError):
     """A wrong flag, environment variable or configuration file."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -37,6 +39,21 @@ def installing(*extras: str) -> str:
     if address:
         return f"pip install '{NAME}{words} @ {address}'"
     return f"pip install '{NAME}{words}'"
+
+
+@contextmanager
+def required() -> Iterator[None]:
+    """Within the block, an import that fails says what to install. Also decorates functions.
+
+    Raises:
+        MissingPackageError: a package is not installed, or cannot be imported.
+    """
+    try:
+        yield
+    except MissingPackageError:
+        raise
+    except ImportError as error:
+        raise missing(error) from error
 
 
 def missing(error: ImportError) -> MissingPackageError:

@@ -126,13 +126,22 @@ def installed_entry_points() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
-def load_kernel(where: str) -> KernelClass:
-    """The kernel at `package.module:Class` or `path/file.py:Class`, or the kernel of that name.
+def load_kernel(where: str | KernelClass) -> KernelClass:
+    """The kernel at `package.module:Class` or `path/file.py:Class`, or the kernel of that name. A kernel's class is itself.
 
     Raises:
-        ConfigError: there is no such file, module, class or name.
+        ConfigError: there is no such file, module, class or name, or what is given is no kernel.
         DeclarationError: the declaration is wrong.
     """
+    if not isinstance(where, str):
+        if _is_kernel(where):
+            return where
+        todo = f"declare it first: class Name(ts.Kernel), with function = {getattr(where, '__name__', 'this')}"
+        if _is_kernel(type(where)):
+            todo = f"give the class without parentheses: {type(where).__name__}"
+        elif not callable(where):
+            todo = "give a subclass of ts.Kernel, or the name of a kernel"
+        raise ConfigError(f"{where!r:.80} is no kernel; {todo}")
     place, colon, class_name = where.rpartition(":")
     place = place.removesuffix(":")  # as pytest has it
     if not colon:

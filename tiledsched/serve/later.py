@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.core.extras import missing
+from tiledsched.core.extras import required
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import release_torch
 
@@ -29,10 +29,8 @@ class LaterOperator:
     def _operator(self) -> Any:
         name, kernel, pinned = self._arguments
         release_torch()
-        try:
+        with required():
             from tiledsched.serve.op import op
-        except ImportError as error:
-            raise missing(error) from error
         made = op(name, kernel, **pinned)
         for backward, more in self._gradients:
             made.register_autograd(backward._operator() if isinstance(backward, LaterOperator) else backward, **more)
