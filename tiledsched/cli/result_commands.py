@@ -274,6 +274,7 @@ def _device_here(names: Sequence[str], measured: Collection[str]) -> str:
 @option("-o", "--out", type=FOLDER, default="report", metavar="DIR", help="folder to write to (default: report)")
 @generated_options(TuneOptions, "regime")
 @option("--device", metavar="NAME", help="only measurements of this GPU (default: the newest of the arch)")
+@option("--pdf", is_flag=True, help="also print the page to report.pdf, with Chromium, which must be installed")
 def report(
     run: Invocation,
     kernel: KernelClass,
@@ -282,6 +283,7 @@ def report(
     out: str,
     regime: str | None,
     device: str | None,
+    pdf: bool,
 ) -> None:
     """Write a report, with charts, on how much each knob matters.
 
@@ -310,6 +312,10 @@ def report(
         ]
     else:
         files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
+    if pdf:
+        from tiledsched.report.printing import print_page
+
+        files += [print_page(file) for file in files if file.name == "report.html"]
     run.print({"files": files}, "\n".join(map(str, files)))
 
 

@@ -76,8 +76,8 @@ const whenSeen = (place, drawing) => { place.draw = drawing; if (atOnce) drawing
 const unpacked = ({rows, columns}, texts) => {
   const names = Object.keys(columns);
   const lists = names.map(name => {
-    const {same, of, at, texts: places} = columns[name];
-    return Array.isArray(columns[name]) ? columns[name] : of ? [...at].map(digit => of[parseInt(digit, 36)]) :
+    const {same, of, at, width, texts: places} = columns[name];
+    return Array.isArray(columns[name]) ? columns[name] : of ? at.match(RegExp(`.{${width}}`, "g")).map(digits => of[parseInt(digits, 36)]) :
       places ? places.map(place => texts[place]) : Array(rows).fill(same);
   });
   return Array.from({length: rows}, (_, at) => Object.fromEntries(names.map((name, place) => [name, lists[place][at]])));
@@ -148,16 +148,17 @@ for (const section of document.querySelectorAll(".explorer")) {
     const data = Object.fromEntries(Object.entries(chosen.rows).map(
       ([name, rows]) => [name, unpacked(typeof rows == "string" ? shared[rows] : rows, texts)]));
     const programs = data.programs || [], served = programs.find(row => row.mark == "served") || programs[0];
-    programs.forEach((row, at) => { row.at = at; });
+    programs.forEach((row, at) => { row.at = at; row.relative = row.us / row.best_us; });
     for (const row of programs) row.differs = knobsOf(row).filter(name => row[name] !== served[name])
       .map(name => `${name.slice(KNOB.length)}=${shown(row[name])}`).join(" ") || "nothing";
     const told = rows => rows.forEach(row => { if (row.at != null) row.differs = programs[row.at]?.differs; });
     Object.values(data).forEach(told);
     for (const figure of section.querySelectorAll(".view")) {
       const {heading, spec, main} = views[figure.dataset.view], place = figure.querySelector(".chart");
-      figure.querySelector(".note").innerHTML = chosen.notes[figure.dataset.view] || "";
+      figure.querySelector(".note").innerHTML = texts[chosen.notes[figure.dataset.view]] || "";
       const empty = !data[main].length;
       figure.classList.toggle("empty", empty);
+      figure.classList.toggle("tall", data[main].length > 14 && main == "effects");
       delete place.dataset.drawn;
       if (empty) { place.view?.finalize(); place.view = null; place.replaceChildren(); waiting.unobserve(place); continue; }
       const drawn = (title, values) => whenSeen(place, () => draw(place, {

@@ -529,10 +529,13 @@ def views(reports: Sequence[Report]) -> list[View]:
                 "width": "container",
                 "height": 220,
                 "data": {"name": "programs"},
-                "transform": [{"filter": "datum.registers != null"}],
+                "transform": [
+                    {"filter": "datum.registers != null"},
+                    {"calculate": "datum.us / datum.best_us", "as": "relative"},
+                    {"calculate": f"min(datum.relative, {SCALE_END})", "as": "drawn"},
+                ],
                 "layer": [
                     {
-                        "transform": [{"calculate": f"min(datum.relative, {SCALE_END})", "as": "drawn"}],
                         "mark": {"type": "point", "filled": True, "size": 40, "opacity": 0.6},
                         "encoding": {
                             "x": quantity(
@@ -566,7 +569,7 @@ def views(reports: Sequence[Report]) -> list[View]:
                         "mark": {"type": "point", "size": 160, "color": RED},
                         "encoding": {
                             "x": quantity("registers", ""),
-                            "y": {"field": "relative", "type": "quantitative"},
+                            "y": {"field": "drawn", "type": "quantitative"},
                             "strokeWidth": {"condition": {"test": "datum.mark == 'tie'", "value": 1}, "value": 3},
                         },
                     },

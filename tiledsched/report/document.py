@@ -26,6 +26,10 @@ PAPER_WIDTH = 560
 """Width of a chart in a file, in pixels, where the page decides its width on screen."""
 DIGITS = string.digits + string.ascii_lowercase
 """What stands for a value in a column with few values: a number in base 36."""
+CODES = [first + second for first in DIGITS for second in DIGITS]
+"""The same for a column with more of them."""
+LONG = 24
+"""A figure of more letters is written smaller."""
 FILTERED = 12
 """A table on an HTML page gets a search field if it has at least so many rows."""
 CONFIG = {"background": "white", "font": "DejaVu Sans, sans-serif"}
@@ -175,7 +179,9 @@ class Explorer:
                     name: rows if isinstance(rows, str) else packed_rows(rows, texts)
                     for name, rows in case.rows.items()
                 },
-                "notes": {name: _inline(note) for name, note in case.notes.items()},
+                "notes": {
+                    name: texts.setdefault(_inline(note), len(texts)) for name, note in case.notes.items() if note
+                },
                 "target": case.target,
                 "pair": case.pair,
             }
@@ -187,8 +193,8 @@ class Explorer:
 
 
 def packed_rows(rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
-    """Rows as columns, for the page's code to read. A column of one value holds it once; one of few values holds a digit or
-    letter for each row; one of texts holds their places in `texts`, to which new ones are added.
+    """Rows as columns, for the page's code to read. A column of one value holds it once; one of few values holds one or two
+    digits in base 36 for each row; one of texts holds their places in `texts`, to which new ones are added.
     """
     columns: dict[str, Any] = {}
     for name in rows[0] if rows else ():
@@ -196,9 +202,11 @@ def packed_rows(rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
         kinds = {json.dumps(value): value for value in values}
         if len(kinds) == 1:
             columns[name] = {"same": values[0]}
-        elif len(kinds) <= min(len(DIGITS), len(rows) // 2):
-            digit = dict(zip(kinds, DIGITS, strict=False))
-            columns[name] = {"of": [*kinds.values()], "at": "".join(digit[json.dumps(value)] for value in values)}
+        elif len(kinds) <= min(len(CODES), len(rows) // 2):
+            width = 1 if len(kinds) <= len(DIGITS) else 2
+            codes = dict(zip(kinds, DIGITS if width == 1 else CODES, strict=False))
+            at = "".join(codes[json.dumps(value)] for value in values)
+            columns[name] = {"of": [*kinds.values()], "at": at, "width": width}
         elif all(isinstance(value, str) for value in values):
             columns[name] = {"texts": [texts.setdefault(str(each), len(texts)) for each in values]}
         else:
@@ -475,11 +483,15 @@ def _head(case: ExplorerCase) -> str:
 
 def _facts(case: ExplorerCase) -> str:
     """What a reader wants to know first of a case, side by side."""
-    cards = (
-        f"<div><dt>{_inline(what)}</dt><dd><b>{_inline(figure)}</b> <span>{_inline(more)}</span></dd></div>"
-        for what, figure, more in case.facts
-    )
-    return f"<dl>{''.join(cards)}</dl>" + (f'<p class="lead">{_inline(case.lead)}</p>' if case.lead else "")
+
+    def card(what: str, figure: str, more: str) -> str:
+        size = ' class="long"' if len(figure) > LONG else ""
+        return (
+            f"<div><dt>{_inline(what)}</dt><dd><b{size}>{_inline(figure)}</b> <span>{_inline(more)}</span></dd></div>"
+        )
+
+    cards = "".join(card(*fact) for fact in case.facts)
+    return f"<dl>{cards}</dl>" + (f'<p class="lead">{_inline(case.lead)}</p>' if case.lead else "")
 
 
 def _figure(view: View) -> str:

@@ -179,7 +179,7 @@ def _untuned(one: ProblemReport, report: Report) -> tuple[str, str, str]:
 def _default(one: ProblemReport, report: Report) -> tuple[str, str, str]:
     title = "Compiler defaults"
     if one.default is None:
-        return title, "not known", "They were not timed."
+        return title, "not known", f"They {'were not timed' if one.provenance == MEASURED else 'have no estimate'}."
     tie = one.default.schedule in one.ties
     return _cost(title, one, one.default.relative, f"{_time(one.default, report)}.", tie)
 

@@ -105,7 +105,14 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
     if len(several) == 1 and (spec := charts.rates(several)) is not None:
         text = "Each dot is a problem with its best schedule."
         chart = Chart(name=f"rates-{several[0].arch}", spec=spec, text=text)
-        blocks += [Heading(text="Rates of the best schedules", folded=True), Paragraph(text=text), chart]
+        blocks += [
+            Heading(
+                text="Rates of the best schedules",
+                folded=any(each.views for each in blocks if isinstance(each, Explorer)),
+            ),
+            Paragraph(text=text),
+            chart,
+        ]
     return blocks
 
 

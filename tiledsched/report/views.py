@@ -21,7 +21,7 @@ SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
 EDGES = (1.0, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, SCALE_END)
 """Where the bars of the histogram of programs begin, as multiples of the best time."""
-MOST_PROGRAMS = 8_000
+MOST_PROGRAMS = 6_000
 """Programs on a page, at most; where there are more, each problem shows the fastest and evenly spread others."""
 FEWEST_DOTS = 40
 """Programs of a problem on a page, however many problems there are."""
@@ -108,7 +108,7 @@ def program_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row
     return [
         {
             "us": round(timed.us, 2),
-            "relative": round(timed.relative, 4),
+            "best_us": round(one.best.us, 2),
             "mark": mark_of(one, alike),
             **{name: getattr(timed.facts, fact) if timed.facts else None for name, fact in RESOURCES.items()},
             **{f"{KNOB}{knob}": timed.schedule.get(knob) for knob in knobs},
@@ -402,10 +402,10 @@ def views_of(
     programs, pair = program_rows(one, places), strongest_pair(one, tile) or ()
     partly = f"{len(programs)} of {one.programs} programs are drawn." if len(programs) < one.programs else ""
     rows: dict[str, Sequence[Row]] = {
-        "tiles": tile_rows(one, tile, places) if tile else (),
+        "tiles": tile_rows(one, tile, places) if tile and one.programs > 1 else (),
         "effects": knob_rows(each for each in effects if not _faster_elsewhere(each)),
         "pairs": pair_rows(one, pair, places) if pair else (),
-        "bars": histogram_rows(one),
+        "bars": histogram_rows(one) if one.programs > 1 else (),
         "marks": mark_rows(one, places),
         "programs": programs,
         "resources": [{"known": True}]
