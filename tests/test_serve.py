@@ -106,7 +106,12 @@ SERVED = {
     "what cannot work is repaired": (
         [known(loop_split=True)],
         ON_DEVICE,
-        ("transferred", "Neighbours", {"loop_split": False}, ""),
+        (
+            "transferred",
+            "Neighbours",
+            {"loop_split": False},
+            "^this problem was measured on NVIDIA H200, and its winner is",
+        ),
     ),
     "what works there": (
         [known(long(1000), loop_split=True)],
@@ -123,6 +128,16 @@ SERVED = {
         [*OTHERS, MODEL],
         {},
         ("modelled", "Modelled", MODEL.schedule, "^nothing was measured; the entry for this problem"),
+    ),
+    "the model's choice for a length that shares answers": (
+        [known(long(1000), "modelled"), known(long(1023), "modelled", tile_n=128)],
+        {"problem": long(1000)},
+        ("modelled", "Modelled", {"tile_n": 64}, "the entry for this problem is the model's choice$"),
+    ),
+    "and for one without an entry": (
+        [known(long(1023), "modelled", tile_n=128)],
+        {"problem": long(1000)},
+        ("modelled", "Modelled", {"tile_n": 128}, r"the nearest problem \(.*S=1023.*\) is the model's choice$"),
     ),
     "its own kind better still": ([*OTHERS, MODEL, NEAR], {}, ("transferred", "Neighbours", NEAR.schedule, "")),
     "padded heads are a kind": (OTHERS, {"problem": PADDED}, ("transferred", "OtherKinds", {}, "of another kind")),

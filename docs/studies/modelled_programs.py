@@ -2,7 +2,7 @@
 `python -m docs.studies.modelled_programs FOLDER --jobs 16 --minutes 8`.
 
 It needs a checkout and the compiler, no GPU and no database. It writes one file for each kind of problem of the shipped
-modelled tables (docs/landscapes.md has the format), and goes on where an earlier run into the same folder stopped. Put the
+modelled tables (docs/database.md has the format), and goes on where an earlier run into the same folder stopped. Put the
 files into `tuning_db/model/KERNEL/`, have the model's estimates written into them (`FOLDER --times`, again after each change of a
 model), and run `python -m tiledsched.store.shipped`.
 

@@ -471,7 +471,11 @@ class Declaration:
     @classmethod
     def as_problem(cls, case: Problem | Mapping[str, Any]) -> Problem:
         """A problem that is given as itself or as its values by name."""
-        return case if isinstance(case, Problem) else cls.problem(**case)
+        if isinstance(case, Problem):
+            return case
+        if not isinstance(case, Mapping):
+            raise ProblemError(f"{case!r:.80} is no problem; give its values by name, of {', '.join(cls.fields)}")
+        return cls.problem(**case)
 
     @classmethod
     def default_problems(cls) -> list[Problem]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from tiledsched.core.blame import author_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, TiledschedError
+from tiledsched.core.extras import remedy
 from tiledsched.core.fields import Value
 from tiledsched.core.files import real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
@@ -125,13 +126,22 @@ def installed_entry_points() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
-def load_kernel(where: str) -> KernelClass:
-    """The kernel at `package.module:Class` or `path/file.py:Class`, or the kernel of that name.
+def load_kernel(where: str | KernelClass) -> KernelClass:
+    """The kernel at `package.module:Class` or `path/file.py:Class`, or the kernel of that name. A kernel's class is itself.
 
     Raises:
-        ConfigError: there is no such file, module, class or name.
+        ConfigError: there is no such file, module, class or name, or what is given is no kernel.
         DeclarationError: the declaration is wrong.
     """
+    if not isinstance(where, str):
+        if _is_kernel(where):
+            return where
+        todo = f"declare it first: class Name(ts.Kernel), with function = {getattr(where, '__name__', 'this')}"
+        if _is_kernel(type(where)):
+            todo = f"give the class without parentheses: {type(where).__name__}"
+        elif not callable(where):
+            todo = "give a subclass of ts.Kernel, or the name of a kernel"
+        raise ConfigError(f"{where!r:.80} is no kernel; {todo}")
     place, colon, class_name = where.rpartition(":")
     place = place.removesuffix(":")  # as pytest has it
     if not colon:
@@ -250,7 +260,7 @@ def _load_module(name: str) -> Any:
             raise ConfigError(
                 f"cannot import {name}: {error}{meant}; install it, or name the file (path/file.py:Class)"
             ) from error
-        raise ConfigError(f"cannot import {name}: {describe(error)}; install what it imports") from error
+        raise ConfigError(f"cannot import {name}: {describe(error)}; {remedy(error)}") from error
     except TiledschedError as error:
         raise _with_line(error) from error
     except (Exception, SystemExit) as error:
@@ -295,7 +305,7 @@ def _load_file(path: Path) -> Any:
             f"{path} ends the program as it is imported: {describe(error)}; put what it runs under if __name__ == '__main__':"
         ) from error
     except Exception as error:
-        todo = "correct the file"
+        todo = remedy(error) if isinstance(error, ModuleNotFoundError) else "correct the file"
         if "relative import" in str(error):
             package = next(each for each in path.parents if not (each / "__init__.py").is_file())
             dotted = ".".join(path.relative_to(package).with_suffix("").parts)

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core.device import PRODUCTS
+from tiledsched.core.device import describe_gpus
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT
 from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short, tile_text
@@ -117,15 +117,8 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
 
 
 def _title(reports: Sequence[Report]) -> str:
-    return (
-        f"How much the schedule of {reports[0].kernel} matters on {' and '.join(_where(report) for report in reports)}"
-    )
-
-
-def _where(report: Report) -> str:
-    """The GPUs that were measured, or else the usual one of the arch."""
-    names = sorted({one.device_name for one in report.measured.problems}) or [*PRODUCTS.get(report.arch, ())][:1]
-    return f"{', '.join(names)} ({report.arch})" if names else report.arch
+    where = [describe_gpus(each.arch, (one.device_name for one in each.measured.problems)) for each in reports]
+    return f"How much the schedule of {reports[0].kernel} matters on {' and '.join(where)}"
 
 
 def _explorer(reports: Sequence[Report]) -> list[Block]:

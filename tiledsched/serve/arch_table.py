@@ -65,10 +65,13 @@ class ArchTable:
         """Entries that no device measured."""
         self.measured: list[Entry] = []
         """All other entries."""
+        self.problems: set[Problem] = set()
+        """The problems of all entries."""
         self._by_problem: dict[Problem, list[Entry]] = defaultdict(list)
         self._by_kind: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
         self._gated: dict[Schedule, list[Problem]] = defaultdict(list)
         for entry in self._usable():
+            self.problems.add(entry.problem)
             if entry.provenance not in MEASURED_PROVENANCES:
                 self.modelled.append(entry)
                 continue
