@@ -170,9 +170,11 @@ def load_settings(
                     f"does not choose what code runs; set {PREFIX}CACHE, or write it into {user}"
                 )
             take(name, value, str(path))
-    for variable, text in environ.items():
+    for variable, text in sorted(environ.items()):
         if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and text != "":
-            take(variable.removeprefix(PREFIX).lower(), text, variable)
+            name = variable.removeprefix(PREFIX)
+            is_lower = name.lower() in SETTINGS or name.lower() in knob_kinds() or name not in knob_kinds()
+            take(name.lower() if is_lower else name, text, variable)
     for name, value in _configured.items():
         take(name, value, "configure")
     for name, value in (flags or {}).items():
