@@ -21,6 +21,7 @@ from tiledsched.cli.app import (
     generated_options,
     kernel_argument,
     kernel_filter,
+    kernel_option,
     option,
     problem_options,
     target_option,
@@ -364,7 +365,7 @@ def written_report(
     "SOURCE@COMPILER and the like",
 )
 @argument("b", help="after: the same")
-@option("--kernel", default="", metavar="NAME", help="only this kernel")
+@kernel_option
 @only_arch
 @only_regime
 @option(

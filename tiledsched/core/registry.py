@@ -24,7 +24,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, TiledschedError
 from tiledsched.core.extras import remedy
 from tiledsched.core.fields import Value
-from tiledsched.core.files import real_path
+from tiledsched.core.files import MOST_TYPED, read_bounded, real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
 from tiledsched.core.sources import BESIDE, FRONT, SHIPPED_KERNELS
 
@@ -153,7 +153,15 @@ def load_kernel(where: str | KernelClass) -> KernelClass:
             _check_complete(where)
             raise
     path = Path(place if place.endswith(".py") else f"{place}.py")
-    module = _load_file(path) if place.endswith(".py") or os.path.isfile(path) else _load_module(place)
+    is_file = place.endswith(".py") or os.path.isfile(path)
+    classes, others = declared_names(path) if is_file else ((), None)
+    if others is not None and class_name not in (*classes, *others):
+        there = f"; its classes are {', '.join(classes)}" if classes else ""
+        raise ConfigError(
+            f"{place} declares no kernel {class_name!r}, and is not run{there}{did_you_mean(class_name, classes)}; a kernel is a "
+            "subclass of ts.Kernel"
+        )
+    module = _load_file(path) if is_file else _load_module(place)
     found = getattr(module, class_name, None)
     if not _is_kernel(found):
         made = kernels_in(module)
@@ -163,6 +171,24 @@ def load_kernel(where: str | KernelClass) -> KernelClass:
         there = ", ".join(made) or "none: a kernel is a subclass of ts.Kernel"
         raise ConfigError(f"{wrong}; it declares {there}{did_you_mean(class_name, made)}")
     return found
+
+
+def declared_names(path: Path) -> tuple[list[str], list[str] | None]:
+    """The classes in a file, and the other names that it imports or assigns, read from its source: a program is not run to see
+    whether it declares a kernel. The second is None where only an import of the file tells.
+    """
+    try:
+        nodes = [*ast.walk(ast.parse(read_bounded(path, MOST_TYPED)))]
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return [], None
+    classes = [each.name for each in nodes if isinstance(each, ast.ClassDef)]
+    imported = [each.asname or each.name for each in nodes if isinstance(each, ast.alias)]
+    read = [getattr(each, "id", getattr(each, "attr", "")) for each in nodes]
+    if "exhaustive_search" in (*read, *imported):  # a program that tunes what it runs
+        return classes, []
+    assigned = [each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    unknown = not {"globals", "exec", "setattr", "*"}.isdisjoint((*read, *imported))
+    return classes, None if unknown else [*assigned, *imported]
 
 
 def kernels_in(module: Any) -> list[str]:

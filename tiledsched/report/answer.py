@@ -14,7 +14,7 @@ from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.axes import show
-from tiledsched.report.effects import joined_effects
+from tiledsched.report.effects import FEWEST_PROBLEMS, MOST_OTHERS, joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
@@ -42,10 +42,11 @@ def answer(report: Report) -> tuple[str, ...]:
         ),
     ]
     if not problems:
-        return (*lines, *_of_winners(section.problems))
+        return (*lines, *_tiles_served(report, section.problems), *_of_winners(section.problems))
     found = [
         _error(report, problems),
-        *_served(report, problems),
+        *_tiles_served(report, problems),
+        *(_served(problems) if len(problems) > 1 else _served_alone(problems[0])),
         _tiles(report, problems),
         _default(problems),
         _untuned(problems),
@@ -162,45 +163,75 @@ def tile_unit(report: Report) -> str:
     return _unit(report)[1] if report.tile else ""
 
 
-def _served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
-    """What `explain` serves for the problems, and how that compares with the fastest that was timed."""
-    tile, said = report.tile, list[str]()
-    of_tile = [each.schedule for one in problems if (each := one.explained) and tile and {*tile} <= {*each.schedule}]
-    counts = Counter(tile_text((each.number(tile[0]), each.number(tile[1]))) for each in of_tile).most_common()
-    if len(problems) > 1 and counts:
-        named = joined(f"{each} for {number}" for each, number in counts)
-        said.append(f"Of {len(problems)} problems, {named} are served with this {_unit(report)[1]}.")
-    measured = problems[0].provenance == MEASURED
+def _tiles_served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+    """For how many of several problems each tile is served."""
+    found = [each.schedule for one in problems if (each := one.explained) and {*report.tile} <= {*each.schedule}]
+    if len(problems) < 2 or not found or not report.tile:
+        return []
+    counts = Counter(tile_text((each.number(report.tile[0]), each.number(report.tile[1]))) for each in found)
+    (first, number), *others = counts.most_common()
+    most = _sentence(f"{_unit(report)[1]} {first} is served for {number} of {len(problems)} problems")[:-1]
+    return [f"{joined([most, *(f'{each} for {times}' for each, times in others)])}."]
+
+
+def _served(problems: Sequence[ProblemReport]) -> list[str]:
+    """How what `explain` serves compares with the fastest that was timed."""
+    measured, said = problems[0].provenance == MEASURED, list[str]()
     apart = [one for one in problems if one.serves is None]
     faster = [one for one in problems if one.faster]
-    first = [one for one in problems if one.serves and one.serves.us <= one.best.us]
-    ties = len(problems) - len(apart) - len(faster) - len(first)
+    longest = [one for one in problems if one.serves and one.leader is not one.serves and not one.faster]
+    first_of = [one for one in problems if one.serves and one.serves.us <= one.best.us]
+    ties = len(problems) - len(apart) - len(faster) - len(longest) - len(first_of)
     among = "the fastest that was timed" if measured else "the one with the shortest estimate"
-    parts = [f"is {among} for {len(first)}" if first else ""]
-    parts.append((f"ties with it for {ties}" if measured else f"has a longer estimate for {ties}") if ties else "")
-    parts.append(f"is surely slower than another for {len(faster)}" if faster else "")
-    unknown = "was not timed beside the others" if measured else "has no estimate"
-    parts.append(f"{unknown} for {len(apart)}" if apart else "")
-    said.append(
-        f"The schedule that `explain` serves {joined(filter(None, parts))} of {plural(len(problems), 'problem')}."
-    )
+    tied = "ties with it" if measured else "differs from that one by no more than the model's error"
+    parts = [
+        f"is {among} for {len(first_of)}" if first_of else "",
+        f"{tied} for {ties}" if ties else "",
+        f"is surely slower than another for {len(faster)}" if faster else "",
+        f"has a longer estimate than another for {len(longest)}" if longest else "",
+        f"{'was not timed beside the others' if measured else 'has no estimate'} for {len(apart)}" if apart else "",
+    ]
+    said.append(f"Of {len(problems)} problems, the schedule that `explain` serves {joined(filter(None, parts))}.")
     if faster:
-        most = min(faster, key=lambda one: 1 / one.serves.relative if one.serves else 1.0)
-        said.append(_sentence(faster_text(most)))
+        worst = max(faster, key=lambda one: one.serves.relative if one.serves else 1.0)
+        said.append(f"For {worst.problem}, {short(worst.leader.schedule)} is the faster: {_apart(worst)}.")
     return said
 
 
-def faster_text(one: ProblemReport) -> str:
-    """That another schedule is surely faster than the one served, with both times and their days; empty where none is."""
-    if one.faster is None or one.serves is None:
-        return ""
+def _apart(one: ProblemReport) -> str:
+    """By how much another schedule is surely faster than the one served, with both times and their days."""
+    assert one.serves
     times = [
-        f"{figure(each.us)} µs{f' on {each.taken:%Y-%m-%d}' if each.taken else ''}" for each in (one.faster, one.serves)
+        f"{figure(each.us)} µs{f' on {each.taken:%Y-%m-%d}' if each.taken else ''}" for each in (one.best, one.serves)
     ]
     return (
-        f"for {one.problem}, {short(one.faster.schedule)} took {times[0]}, and what is served, {short(one.serves.schedule)}, "
-        f"{times[1]}: {longer(1 / one.serves.relative - 1)}, but the two were not raced against each other"
+        f"it took {times[0]}, and {short(one.serves.schedule)}, which is served, {times[1]}. That is "
+        f"{longer(1 / one.serves.relative - 1)}, but the two were not raced against each other"
     )
+
+
+def _served_alone(one: ProblemReport) -> list[str]:
+    """What is served for the only problem of a report, with its time where it has one."""
+    if one.explained is None:
+        return [_sentence(_best_of(one))]
+    served, measured = short(one.explained.schedule), one.provenance == MEASURED
+    best = f"{short(one.best.schedule)}, {best_time(one, one.best)}"
+    if one.serves is None:
+        known, entry = "was not timed beside the others" if measured else "has no estimate", one.explained.entry
+        if entry and entry.problem == one.problem and entry.measurement:
+            run = f"{figure(entry.measurement.median_us)} µs on {entry.measurement.created_at:%Y-%m-%d}"
+            known = f"took {run} in a run of its own, and {known}"
+        return [
+            f"`explain` serves {served}, which {known}. The {'fastest of these' if measured else 'shortest'} is {best}."
+        ]
+    said = [f"`explain` serves {served}: {best_time(one, one.serves)}."]
+    if one.faster:
+        said.append(f"Another is surely faster, {short(one.best.schedule)}: {_apart(one)}.")
+    elif one.serves.us > one.best.us:
+        known = "no more than the model's error away" if one.error else "how far such estimates are off is not known"
+        which = "fastest" if measured else "shortest estimate"
+        said.append(f"The {which} is {best}; {'that is a tie' if measured else known}.")
+    return said
 
 
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
@@ -215,8 +246,18 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
             f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
         )
     measured = problems[0].provenance == MEASURED
-    where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
-    drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
+    where = f"On {joined(_devices(problems))}"
+    most = statistics.median(worst) if worst else 0.0
+    if not measured:
+        two = [sorted(tile.us for tile in one.tiles)[:2] for one in problems if one.tile_drop is not None]
+        apart = sum(not one.second_tile.ties for one in problems if one.second_tile and one.error)
+        error = (
+            f", for {apart} of them by more than the model's error" if apart else ", by no more than the model's error"
+        )
+        error = error if any(one.error for one in problems) else ""
+        near = f"{percent(statistics.median(slower / faster - 1 for faster, slower in two))} ({_median(second)})"
+        return f"By the estimate, the two best {unit}s differ by {near}{error}; the worst takes {longer(most)}."
+    drop = statistics.median(second)
     ties = sum(one.second_tile.ties for one in problems if one.second_tile)
     said = f"{longer(drop)} ({_median(second)})"
     if ties == len(second):
@@ -226,11 +267,8 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     if most > drop:
         said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
         said += "" if len(worst) == len(second) else f" ({_median(worst)})"
-    if not measured:
-        apart = sum(one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None)
-        which = f"For {apart} of {len(second)} problems the" if apart else "The"
-        more = "more" if apart else "no more"
-        return f"{where}, the second best {unit} {takes} {said}. {which} two differ by {more} than the model's error."
+    if len(second) < FEWEST_PROBLEMS:
+        return f"{where}, the second best {unit} {takes} {said}."
     if drop > AS_GOOD:
         return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} {takes} {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
@@ -251,11 +289,12 @@ def _untuned(problems: Sequence[ProblemReport]) -> str:
     choices = [one.untuned for one in problems if one.untuned]
     drops = [each.relative - 1 for each in choices if each.relative is not None]
     unknown = [each for each in choices if each.relative is None]
-    if not choices:
-        return ""
-    said = f"takes {_cost(drops)}" if drops else "has no time for any of these problems"
+    if {each.provenance for each in choices} <= {"default"}:
+        return "Without tuning, the compiler defaults are served." if choices else ""
+    no_time = "was not timed" if problems[0].provenance == MEASURED else "has no estimate"
+    said = f"takes {_cost(drops)}" if drops else f"{no_time} here"
     if drops and unknown:
-        said += f"; for the other {len(unknown)} that schedule was not timed"
+        said += f"; for the other {len(unknown)} that schedule {no_time}"
     expected = {each.expected for each in unknown if each.expected}
     if expected:
         means = sorted(each.mean for each in expected)
@@ -288,13 +327,17 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
     for each in verdicts(report, problems):
         of["rule" if (each.knob,) in ruled else each.advice].append(each)
+    of["won"] = [each for each in of["unclear"] if _agreed(each)]
+    of["unclear"] = [each for each in of["unclear"] if not _agreed(each)]
     chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
-    left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
-    what, too = "problem" if len(problems) > 1 else "program", ", too" if chosen else ""
+    too = ", too" if chosen else ""
     sentences = {
+        "leave": f"Leave {_kept(of['leave'])}: no other value compared is more than 1% faster.",
+        "same": f"Differences below 1% are all that is known between values of {_names(of['same'])}.",
+        "few": f"Too few problems to advise: no other value compared is more than 1% faster than {_kept(of['few'])}.",
         "choose": f"Tune {_list(chosen)} for each problem.",
-        "leave": f"Leave {_list(left)}: no other value tried is more than 1% faster.",
-        "unclear": f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.",
+        "unclear": f"Tune {_won(of['unclear'])}{too}: no value is known to be good for every problem.",
+        "won": f"Pairs of programs settle nothing about {_won(of['won'])}, of which nearly all winners have one value.",
         "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
     }
     if not measured:
@@ -305,6 +348,35 @@ def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
         }
         of["told"] = [*of["choose"], *of["leave"]]
     return [sentence for advice, sentence in sentences.items() if of[advice]]
+
+
+def _agreed(verdict: KnobVerdict) -> bool:
+    """Whether nearly all winners of searches have one value."""
+    total = sum(number for _, number in verdict.winners)
+    return total >= FEWEST_PROBLEMS and verdict.winners[0][1] >= (1 - MOST_OTHERS) * total
+
+
+def _kept(verdicts: Sequence[KnobVerdict]) -> str:
+    """Knobs at a value, with the evidence: `x` at 1 (over 14 problems; 2 of 489 winners of searches have another value)."""
+    words = []
+    for place, each in enumerate(verdicts):
+        total = sum(number for _, number in each.winners)
+        rest = total - dict(each.winners).get(each.value, 0)
+        have = f" of searches {'has' if rest == 1 else 'have'} another value" if place == 0 else ""
+        others = f"; {rest} of {plural(total, 'winner')}{have}" if total else ""
+        where = f"{'over ' if place == 0 else ''}{plural(each.problems, 'problem')}{others}"
+        words.append(f"{code(each.knob)} at {show(each.value)} ({where})")
+    return _list(words)
+
+
+def _won(verdicts: Sequence[KnobVerdict]) -> str:
+    """Knobs with the values that winners of searches have most often: `x` (winners of searches: 2 for 237, 1 for 187)."""
+    words = list[str]()
+    for each in verdicts:
+        first = "" if words else "winners of searches: "
+        values = ", ".join(f"{show(value)} for {number}" for value, number in each.winners[:3])
+        words.append(code(each.knob) + (f" ({first}{values})" if values else ""))
+    return _list(words)
 
 
 def _preferred(verdict: KnobVerdict, problems: int) -> str:
@@ -323,9 +395,9 @@ def _highest_rate(problems: Sequence[ProblemReport]) -> str:
     """Where the rate is highest, of several problems."""
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
-    top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    if len(problems) == 1 or not top.best.rate:
-        return _sentence(_best_of(top)) if len(problems) == 1 else ""
+    top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.leader.rate)
+    if len(problems) == 1 or not top.leader.rate:
+        return ""
     best = f"{short(top.leader.schedule)}, {best_time(top, top.leader)}"
     return f"Among these problems, the highest rate is that of {top.problem}: {best}."
 
@@ -370,7 +442,8 @@ def _names(verdicts: Iterable[KnobVerdict]) -> str:
     return _list([code(each.knob) for each in verdicts])
 
 
-def _list(words: Sequence[str]) -> str:
+def _list(found: Iterable[str]) -> str:
+    words = [*found]
     more = len(words) - MOST_NAMED
     return joined([*words[:MOST_NAMED], f"{more} more"] if more > 1 else words)
 

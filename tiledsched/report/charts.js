@@ -20,8 +20,10 @@ const wrapped = (text, letters) => [text].flat().flatMap(line => line.split(" ")
 const fitted = (spec, room) => {
   const found = structuredClone(spec), narrow = room < 560;
   if (found.columns) {
-    found.columns = Math.max(1, Math.min(found.columns, Math.floor((room - 20) / (found.spec.width + 45))));
+    const panel = found.spec.width.step ? found.spec.width.step * (found.panelColumns || 3) + 42 : found.spec.width + 45;
+    found.columns = Math.max(1, Math.min(found.columns, Math.floor((room - 20) / panel)));
   }
+  delete found.panelColumns;
   if (found.width == "container") found.autosize = {type: "fit-x", contains: "padding"};
   if (found.title?.text) found.title = {
     ...found.title, text: wrapped(found.title.text, room / 8), subtitle: wrapped(found.title.subtitle || [], room / 6.6)};
@@ -62,7 +64,8 @@ const draw = async (place, spec, name, picked) => {
     const result = await vegaEmbed(place, own, {actions: false, renderer: "svg"});
     place.view = result.view;
     if (picked) place.view.addEventListener("click", (event, item) => { if (item?.datum?.at != null) picked(item.datum); });
-    place.append(savers(spec, name));
+    const {panelColumns, ...whole} = spec;
+    place.append(savers(whole, name));
     place.dataset.drawn = "yes";
   } catch (error) { failed(place, error); }
 };
@@ -142,7 +145,7 @@ for (const section of document.querySelectorAll(".explorer")) {
   const show = chosen => {
     current = chosen;
     for (const [title, select] of Object.entries(selects)) select.value = chosen.values[title] ?? "";
-    part("head").innerHTML = chosen.head;
+    part("top").innerHTML = chosen.top;
     part("facts").innerHTML = chosen.facts;
     if (part("picked")) part("picked").hidden = true;
     const data = Object.fromEntries(Object.entries(chosen.rows).map(
@@ -154,7 +157,7 @@ for (const section of document.querySelectorAll(".explorer")) {
     const told = rows => rows.forEach(row => { if (row.at != null) row.differs = programs[row.at]?.differs; });
     Object.values(data).forEach(told);
     for (const figure of section.querySelectorAll(".view")) {
-      const {heading, spec, main} = views[figure.dataset.view], place = figure.querySelector(".chart");
+      const {title: heading, spec, main} = views[figure.dataset.view], place = figure.querySelector(".chart");
       figure.querySelector(".note").innerHTML = texts[chosen.notes[figure.dataset.view]] || "";
       const empty = !data[main].length;
       figure.classList.toggle("empty", empty);

@@ -151,6 +151,8 @@ def heat_map(first: str | None, second: str | None) -> Spec:
 ADVICE = {
     "choose": ("choose it for each problem", ORANGE),
     "leave": ("leave it", BLUE),
+    "same": ("no difference that matters", BLUE),
+    "few": ("compared for too few problems", "#888888"),
     "unclear": ("no value known to be good for all", "#888888"),
     "untried": ("untried", "#888888"),
 }

@@ -27,7 +27,7 @@ PAPER_WIDTH = 560
 DIGITS = string.digits + string.ascii_lowercase
 """What stands for a value in a column with few values: a number in base 36."""
 CODES = [first + second for first in DIGITS for second in DIGITS]
-"""The same for a column with more of them."""
+"""Two digits, which stand for a value in a column with more values."""
 LONG = 24
 """A figure of more letters is written smaller."""
 FILTERED = 12
@@ -173,7 +173,7 @@ class Explorer:
                 "values": case.values,
                 "title": case.title,
                 "source": case.source,
-                "head": _head(case),
+                "top": _top(case),
                 "facts": _facts(case),
                 "rows": {
                     name: rows if isinstance(rows, str) else packed_rows(rows, texts)
@@ -187,7 +187,7 @@ class Explorer:
             }
             for case in self.cases
         ]
-        views = {each.name: {"heading": each.heading, "spec": each.spec, "main": each.main} for each in self.views}
+        views = {each.name: {"title": each.heading, "spec": each.spec, "main": each.main} for each in self.views}
         shared = {name: packed_rows(rows, texts) for name, rows in self.shared.items()}
         return {"first": self.first, "views": views, "cases": cases, "shared": shared, "texts": list(texts)}
 
@@ -326,13 +326,14 @@ def _markdown(block: Block, drawn: Collection[str]) -> str:
     if isinstance(block, Contents):
         return ""
     if isinstance(block, Chart):
-        return _picture(block.name, block.spec, block.text, drawn)
+        file = f"{block.name}.svg"
+        return f"![{_plain(block.text)}]({file})" if file in drawn else ""
     if isinstance(block, Explorer):
         case = block.cases[block.first]
         command, why = case.next
         pictures = [
-            f"{_picture(view.name, spec, view.heading, drawn)}\n\n{_plain(f'{view.caption} {case.notes.get(view.name, str())}')}"
-            for view, spec in block.drawn()
+            f"![{view.heading}]({view.name}.svg)\n\n{_plain(f'{view.caption} {case.notes.get(view.name, str())}')}"
+            for view, _ in block.drawn()
             if f"{view.name}.svg" in drawn
         ]
         figures = Table(head=("", "", ""), rows=case.facts)
@@ -342,13 +343,6 @@ def _markdown(block: Block, drawn: Collection[str]) -> str:
     lines = [block.head, marks, *block.rows]
     cells = ((_plain(cell).replace("|", "\\|") for cell in line) for line in lines)
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
-
-
-def _picture(name: str, spec: Mapping[str, Any], text: str, drawn: Collection[str]) -> str:
-    """A chart's file under its title, if it is drawn: what it shows stands in a paragraph beside it."""
-    title = spec.get("title")
-    said = title["text"] if isinstance(title, Mapping) else text
-    return f"![{_plain(said)}]({name}.svg)" if f"{name}.svg" in drawn else ""
 
 
 def _plain(text: str) -> str:
@@ -452,7 +446,7 @@ def _html(block: Block, own_id: str = "") -> str:
     if isinstance(block, Explorer):
         case = block.cases[block.first]
         parts = [
-            f'<div class="head">{_head(case)}</div>',
+            f'<div class="top">{_top(case)}</div>',
             '<div class="choices"></div>',
             f'<div class="facts">{_facts(case)}</div>',
             f'<div class="views">{"".join(map(_figure, block.views))}</div>',
@@ -472,7 +466,7 @@ def _html(block: Block, own_id: str = "") -> str:
     return f'<div class="scroll">{head}\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
-def _head(case: ExplorerCase) -> str:
+def _top(case: ExplorerCase) -> str:
     """The first lines of a case: whether it was measured, what to run next, and what it is."""
     command, why = case.next
     return (

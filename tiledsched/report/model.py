@@ -21,7 +21,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Measurement
-from tiledsched.report.analysis import interactions, sensitivity, tile_times
+from tiledsched.report.analysis import interactions, tile_times
 from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
@@ -110,9 +110,7 @@ def build_report(
         device_name=device_name or "",
         elsewhere=reading.found - reading.taken,
         measured=_section(MEASURED, measured, tile),
-        modelled=_section(
-            MODELLED, [replace(one, error=error_of(arch, one.problem, one.best.schedule)) for one in modelled], tile
-        ),
+        modelled=_section(MODELLED, [_with_error(one, arch) for one in modelled], tile),
         unmeasured=tuple(
             entry
             for entry in entries
@@ -147,10 +145,29 @@ def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compi
     return [entry for version, members in alike.items() for entry in for_compiler(members, version)]
 
 
+def _with_error(one: ProblemReport, arch: str) -> ProblemReport:
+    """A modelled problem with the error of its estimates and, where that is known, with what they cannot tell apart from what is
+    served.
+    """
+    found = replace(one, error=error_of(arch, one.problem, one.best.schedule))
+    of, most = one.serves or one.best, 1 + found.tolerance if found.error else 1.0
+    ties = frozenset(
+        each.schedule
+        for each in one.timed
+        if _program_of(each) != _program_of(of) and max(each.us, of.us) <= min(each.us, of.us) * most
+    )
+    return replace(found, ties=ties, level=ties)
+
+
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
+    winners: dict[str, list[Schedule]] = defaultdict(list)
+    for one in problems:
+        if one.served and one.served.provenance == MEASURED and one.served.candidates > 1:
+            winners[one.device_name].append(one.served.schedule)
+    won = {device: tuple(each) for device, each in winners.items()}
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one, tile)) for one in problems),
+            (replace(one, tiles=tile_times(one, tile), winners=won.get(one.device_name, ())) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -159,9 +176,7 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
         for report in ordered
         if provenance == MEASURED
     ]
-    return Section(
-        provenance=provenance, problems=ordered, sensitivity=sensitivity(ordered), interactions=interactions(times)
-    )
+    return Section(provenance=provenance, problems=ordered, interactions=interactions(times))
 
 
 class _Builds:

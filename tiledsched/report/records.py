@@ -160,8 +160,9 @@ class KnobVerdict:
     knob: str
     """Name of the knob."""
     advice: str
-    """leave: one value is as good as the best for all problems. choose: problems contradict each other. unclear: neither is
-    known. untried: no two values were compared in enough pairs. Of estimates, only differences beyond the model's error count.
+    """leave: one value is as good as the best for all problems. same: no difference matters. few: one value is as good as the
+    best, but too few problems show it. choose: problems contradict each other. unclear: none of these is known. untried: no two
+    values were compared in enough pairs. Of estimates, only differences beyond the model's error count.
     """
     value: KnobValue
     """Where to leave the knob; otherwise the value that most problems prefer."""
@@ -172,6 +173,10 @@ class KnobVerdict:
     if none compared with it is faster, and at least one is surely slower; of estimates, if the best time with every other
     value is longer by more than the model's error.
     """
+    problems: int = 0
+    """The fewest problems in which another value was compared with `value`; 0 where estimated."""
+    winners: tuple[tuple[KnobValue, int], ...] = ()
+    """Each value that the winners of searches have, with their number, the most frequent first; empty where estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +251,8 @@ class ProblemReport:
     """Each tile size: that of the leader first, then the others by their best times. Empty where schedules have no tile knobs."""
     taken: datetime | None = None
     """When the newest of its measurements was taken, UTC; None where modelled."""
+    winners: tuple[Schedule, ...] = ()
+    """What won the searches of the report's problems on this device; empty where modelled."""
     error: ModelError | None = None
     """How far estimates like these are off; None where measured, and where estimates were never compared with measurements."""
     trace: tuple[float, ...] = ()
@@ -357,32 +364,6 @@ class ProblemReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileSensitivity:
-    """What the choice of tile is worth in one regime of sizes."""
-
-    device_name: str
-    """Name of the GPU; empty where modelled."""
-    shared: tuple[Any, ...]
-    """What its problems share: a value for each of `Axes.shared`."""
-    accum_mode: str
-    """fp32 or fp16 accumulators."""
-    regime: str
-    """short, medium or long."""
-    sizes: tuple[int, ...]
-    """The sizes that are joined, along the first of the kernel's axes."""
-    problems: int
-    """How many problems are joined."""
-    best: Tile
-    """The tile whose best schedule has the least time, by geometric mean over the problems."""
-    runner_up: Tile
-    """The best other tile."""
-    drop: float
-    """Mean time of the runner-up over that of the best, minus 1."""
-    spread: float
-    """Mean time of the worst tile over that of the best, minus 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Section:
     """All measured problems, or all modelled ones. Measured and modelled times never share a section."""
 
@@ -390,8 +371,6 @@ class Section:
     """measured or modelled."""
     problems: tuple[ProblemReport, ...]
     """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
-    sensitivity: tuple[TileSensitivity, ...]
-    """What the choice of tile is worth, for each group of problems and each regime of sizes."""
     interactions: tuple[Interaction, ...] = ()
     """Knobs that depend on each other, over all problems; empty where modelled."""
 

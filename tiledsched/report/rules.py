@@ -63,7 +63,7 @@ class Rule:
     right: int
     """For how many of them a rule that was made without them names a good value."""
     constant_right: int
-    """The same for one value for all problems."""
+    """For how many of them the one value is good that is good for most."""
     saved: float | None
     """What the rule saves where it and one value for all name different values that both have a time: the difference of the two
     times over the problem's best, a mean over problems left out. None where there are too few such problems.
@@ -71,7 +71,7 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """The rule in words, such as `persistent`: strided where not `causal`; no elsewhere."""
+        """The rule in words, such as `TILE`: 64 where `columns` is up to 512; 128 where `columns` is from 1024."""
         conditions: dict[str, list[str]] = {}
         for condition, values, _ in self.parts:
             conditions.setdefault(" or ".join(values), []).append(condition)
@@ -225,7 +225,7 @@ def _rule(
     values = list(dict.fromkeys(value for each in times for value in each))
     table = np.array([[each.get(value, math.inf) for value in values] for each in times]).reshape(len(times), -1)
     good = table <= 1 + limits[:, None]
-    known: Bits = good.any(axis=1)
+    known = np.any(good, axis=1)
     number, most = int(known.sum()), int(good.sum(axis=0).max())
     if number < FEWEST_PROBLEMS or _by_chance(number - most, 0) > chance:
         return None
@@ -251,7 +251,7 @@ def _rule(
         others: Bits = known & ~left_out
         for depth, leaves in enumerate(trees.best(gain, others)):
             chosen[depth, left_out] = chosen_by(leaves, others)[left_out]
-        chosen[0, left_out] = good[others].sum(axis=0).argmax()
+    chosen[0] = good.sum(axis=0).argmax()
     constant, two, three = map(is_right, chosen)
     depth = 2 if three.sum() - two.sum() >= max(2, WORTH * number) else 1
     right = (constant, two, three)[depth]

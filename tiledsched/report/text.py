@@ -12,11 +12,11 @@ from typing import Any
 from tiledsched.core.device import describe_gpus
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT
-from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short, tile_text
+from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short
 from tiledsched.report import charts
 from tiledsched.report.analysis import few_schedules
 from tiledsched.report.answer import answer, next_step, target_of
-from tiledsched.report.axes import Axes, cell, show
+from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
     interactions_csv,
     knobs_csv,
@@ -28,15 +28,7 @@ from tiledsched.report.csv_files import (
 )
 from tiledsched.report.document import Block, Chart, Explorer, ExplorerCase, Heading, Paragraph, Table, write_document
 from tiledsched.report.first_screen import facts, lead, name_of, next_of, opened_on, shown_problems, status
-from tiledsched.report.records import (
-    MEASURED,
-    DeviceConditions,
-    Interaction,
-    ProblemReport,
-    Report,
-    Section,
-    TileSensitivity,
-)
+from tiledsched.report.records import MEASURED, DeviceConditions, Interaction, ProblemReport, Report, Section
 from tiledsched.report.rules import rules_of
 from tiledsched.report.vega import Spec
 from tiledsched.report.views import (
@@ -78,8 +70,8 @@ def _tables(report: Report) -> dict[str, str]:
         "schedules.csv": schedules_csv(report),
         "sensitivity.csv": sensitivity_csv(report),
         "knobs.csv": knobs_csv(report),
-        "rules.csv": rules_csv(report),
         "winners.csv": winners_csv(report),
+        **({"rules.csv": rules} if (rules := rules_csv(report)).strip() else {}),
         **({"regimes.csv": regimes_csv(report)} if report.regimes else {}),
         **({"interactions.csv": interactions_csv(report)} if report.measured.interactions else {}),
     }
@@ -104,7 +96,7 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
         blocks += _figures(report, f" ({report.arch})" if len(several) > 1 else "")
     if len(several) == 1 and (spec := charts.rates(several)) is not None:
         text = "Each dot is a problem with its best schedule."
-        chart = Chart(name=f"rates-{several[0].arch}", spec=spec, text=text)
+        chart = Chart(name=f"rates-{several[0].arch}", spec=spec, text="Rates of the best schedules")
         blocks += [
             Heading(
                 text="Rates of the best schedules",
@@ -132,7 +124,9 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
         name for name in reports[0].axes.optional if len({getattr(one.problem, name) for _, one in by_case}) > 1
     ]
     most = max(FEWEST_DOTS, MOST_PROGRAMS // len(by_case))
-    for report, one in by_case:
+    chosen = [choices_of(report, one, optional) for report, one in by_case]
+    differing = {title for title in chosen[0] if len({values[title] for values in chosen}) > 1}
+    for (report, one), values in zip(by_case, chosen, strict=True):
         roofs, curve = f"{report.arch} {one.device_name}", f"{report.arch} {one.provenance} {one.group}"
         if roofs not in shared:
             shared[roofs] = charts.roofs(report, one)
@@ -144,7 +138,7 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
         rows, notes, pair = views_of(one, most, report.tile_knobs or ())
         cases.append(
             ExplorerCase(
-                values=choices_of(report, one, optional),
+                values={title: value for title, value in values.items() if title in differing},
                 title=f"{report.kernel} {one.problem}",
                 source=source_of(report, one),
                 status=status(one, report),
@@ -210,7 +204,7 @@ def _all_problems(report: Report, after: str) -> list[Block]:
         ]
         for kind, text, spec in wanted:
             if spec is not None:
-                blocks += [Chart(name=f"{kind}-{name}", spec=spec, text=text), Paragraph(text=text)]
+                blocks += [Chart(name=f"{kind}-{name}", spec=spec, text=spec["title"]["text"]), Paragraph(text=text)]
     return blocks
 
 
@@ -248,7 +242,7 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         text = "Each dot is a problem with its best schedule; only problems of several GPUs are drawn."
         blocks += [
             Heading(text="The same problems on each GPU"),
-            Chart(name="rates", spec=spec, text=text),
+            Chart(name="rates", spec=spec, text="Rates of the best schedules"),
             Paragraph(text=text),
         ]
     title = f"Best schedules of {plural(len(rows), 'problem')} on each GPU"
@@ -327,21 +321,6 @@ def _section(section: Section, report: Report, after: str) -> list[Block]:
         blocks += [Heading(text=report.group_text(group[0]), level=3), _best_table(group, report)]
     blocks += _rules(section, report, after)
     blocks += _few(explored(section.problems), after)
-    axes, tile = report.axes, " x ".join(report.tile_knobs or ())
-    # The form of Table 4 of TiledAttention: what the choice of tile is worth, by size.
-    blocks += _part(
-        f"Best and second best tile by size{after}",
-        (
-            "problems",
-            axes.swept_title,
-            "best tile",
-            f"second best takes longer by ({section.provenance})",
-            "worst takes longer by",
-        ),
-        (_sensitivity_row(line, axes) for line in section.sensitivity),
-        f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "
-        f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above.",
-    )
     if section.interactions:
         blocks += [
             Heading(text=f"Knobs that depend on each other{after}", folded=True),
@@ -399,28 +378,10 @@ def _rules(section: Section, report: Report, after: str) -> list[Block]:
         "A value is good for a problem if the best program with it takes at most 1% longer than the best of all (of estimates: "
         "longer by at most the model's error), or cannot be told apart from it. The winners of all searches count. A rule is "
         "right for a problem if the value it names is good there. It is judged on problems that it was made without, a tenth "
-        "at a time, and so is one value for all. A knob has no rule where chance may have made it, or where its values differ "
-        "by no more than noise. `saves` is how much less time the rule's value takes than the one value for all, where the two "
-        "differ and many programs of the problem were timed.",
+        "at a time. One value for all is the one that is good for most. A knob has no rule where chance may have made it, or "
+        "where its values differ by no more than noise. `saves` is how much less time the rule's value takes than the one "
+        "value for all, where the two differ and many programs of the problem were timed.",
     )
-
-
-def _sensitivity_row(line: TileSensitivity, axes: Axes) -> tuple[str, ...]:
-    words = [f"{title}={show(value)}" for title, value in zip(axes.titles.values(), line.shared, strict=True)]
-    accum = [f"{line.accum_mode} accumulators"] if line.accum_mode != "fp32" else []
-    return (
-        ", ".join([*words, *accum, *([line.device_name] if line.device_name else [])]),
-        f"{line.regime}: {', '.join(map(str, line.sizes))}",
-        tile_text(line.best),
-        f"{tile_text(line.runner_up)}: {percent_cell(line.drop)}",
-        percent_cell(line.spread),
-    )
-
-
-INTERACTIONS = (
-    "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
-    "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
-)
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:
@@ -439,6 +400,12 @@ def interactions_table(found: Sequence[Interaction]) -> Table:
             for one in found
         ),
     )
+
+
+INTERACTIONS = (
+    "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
+    "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
+)
 
 
 def _regimes(report: Report, after: str) -> list[Block]:

@@ -126,7 +126,7 @@ class ArchTable:
             if similarity.kind(entry.problem) == kind and similarity.distance(entry.problem, problem) == 0
         }
         other = copy.copy(self)
-        other.spills = spills
+        other.spills, other.problems = spills, self.problems - equal
         other.modelled = [entry for entry in self.modelled if entry.problem not in equal]
         other.measured = [entry for entry in self.measured if entry.problem not in equal]
         other._by_kind = self._by_kind | {kind: [entry for entry in self.alike(problem) if entry.problem not in equal]}

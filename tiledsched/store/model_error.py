@@ -7,7 +7,6 @@ estimates, made as a tune makes them, with times that the model was not fitted t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from tiledsched.core.problem import Problem
@@ -45,8 +44,10 @@ def error_of(arch: str, problem: Problem, schedule: Schedule) -> ModelError | No
         The error; None where no estimate was compared with measurements for this kernel, arch or these sizes.
     """
     name = "x".join(str(schedule[knob]) for knob in named_tile(schedule) or ())
-    rows = [row for row in _rows(problem.kernel) if row["arch"] == arch and row["tile"] in ("", name)]
-    found = [row for row in rows if _covers(row["where"], problem)]
+    rows = (model_file(problem.kernel, "error.json") or {"rows": ()})["rows"]
+    found = [
+        row for row in rows if row["arch"] == arch and row["tile"] in ("", name) and _covers(row["where"], problem)
+    ]
     if not found:
         return None
     row = max(found, key=lambda row: (bool(row["tile"]), row["figures"]))
@@ -56,12 +57,6 @@ def error_of(arch: str, problem: Problem, schedule: Schedule) -> ModelError | No
 def error_text(error: ModelError | None) -> str:
     """The model's error, or that it is not known: the end of a sentence about an estimate."""
     return f"such estimates were {error}" if error else "no estimate for such a problem was compared with measurements"
-
-
-@lru_cache(maxsize=16)
-def _rows(kernel: str) -> tuple[dict[str, Any], ...]:
-    found = model_file(kernel, "error.json")
-    return tuple(found["rows"]) if found else ()
 
 
 def _covers(where: dict[str, list[Any] | None], problem: Problem) -> bool:
