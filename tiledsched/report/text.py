@@ -370,14 +370,18 @@ def _rules(section: Section, report: Report, after: str) -> list[Block]:
     """For which problems each value of a knob is good."""
     return _part(
         f"For which problems a value is good{after}",
-        ("rule", "problems", "right for", "one value for all right for", "saves"),
+        ("rule", "right for", "saves"),
         (
-            (rule.text, str(rule.problems), str(rule.right), str(rule.constant_right), percent_cell(rule.saved))
+            (
+                rule.text,
+                f"{rule.right} of {rule.problems}, one value for all {rule.constant_right}",
+                percent_cell(rule.saved),
+            )
             for rule in rules_of(section.problems, report.tile)
         ),
         "A value is good for a problem if the best program with it takes at most 1% longer than the best of all (of estimates: "
         "longer by at most the model's error), or cannot be told apart from it. The winners of all searches count. A rule is "
-        "right for a problem if the value it names is good there. It is judged on problems that it was made without, a tenth "
+        "right for a problem if the value it names is good there. It is judged on problems that it was made without, a fifth "
         "at a time. One value for all is the one that is good for most. A knob has no rule where chance may have made it, or "
         "where its values differ by no more than noise. `saves` is how much less time the rule's value takes than the one "
         "value for all, where the two differ and many programs of the problem were timed.",
