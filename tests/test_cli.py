@@ -21,7 +21,7 @@ from tiledsched.cli import app, main, renamed
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
 from tiledsched.core import data_files, errors, labels, registry, space_files
-from tiledsched.core.device import ARCHS, PRODUCTS, arch_named
+from tiledsched.core.device import ARCHS, PRODUCTS, arch_named, arch_of, describe_gpus
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
@@ -518,7 +518,27 @@ def test_without_an_arch_it_is_that_of_the_gpu_here(home, here, cli) -> None:
 def test_every_product_is_of_an_arch_that_is_known() -> None:
     assert set(PRODUCTS) == set(ARCHS)
     for arch, spec in ARCHS.items():
-        assert arch_named(spec.device.removesuffix("-SXM4-80GB").removesuffix(" Blackwell")) == arch
+        assert (
+            arch_named(spec.device.removesuffix("-SXM4-80GB").removesuffix(" Blackwell"))
+            == arch
+            == arch_of(spec.device)
+        )
+    assert [arch_named(name) for name in ("DGX Spark", "thor")] == ["sm_121", "sm_110"]
+    assert [arch_of(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA L40S", "NVIDIA Fake")] == ["sm_90", "sm_89", ""]
+
+
+@pytest.mark.parametrize(
+    ("arch", "measured", "named"),
+    [
+        ("sm_90", ["NVIDIA H200", "", "NVIDIA H200"], "NVIDIA H200 (sm_90)"),
+        ("sm_90", ["NVIDIA H200", "NVIDIA H20"], "NVIDIA H20 and NVIDIA H200 (sm_90)"),
+        ("sm_90", [], "H100, H200, H800, H20 or GH200 (sm_90)"),
+        ("sm_121", [], "GB10 (sm_121)"),
+        ("sm_999", [], "sm_999"),
+    ],
+)
+def test_an_arch_of_several_products_is_named_by_all_and_a_measured_gpu_by_its_own_name(arch, measured, named) -> None:
+    assert describe_gpus(arch, measured) == named
 
 
 ANSWER = """

@@ -19,7 +19,7 @@ from tiledsched.report import write_report
 from tiledsched.report.compare import KnownTime, compare, judged, side_of
 from tiledsched.report.comparison_page import comparison_blocks, slopes
 from tiledsched.report.comparison_sources import Wanted, read_side
-from tiledsched.report.comparison_text import conditions_of, verdict_of
+from tiledsched.report.comparison_text import conditions_of, unlike_in_a, verdict_of
 from tiledsched.report.document import Chart, Heading, Table, to_html, to_markdown
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, read_table
@@ -130,12 +130,12 @@ def known(us, half=0.005, **changes):
         (1.10, 0.005, "slower"),
         (0.90, 0.005, "faster"),
         (1.005, 0.005, "same"),
-        (1.10, 0.2, "undecided"),
-        (1.005, 0.05, "undecided"),
-        (1.019, 0.005, "undecided"),
+        (1.10, 0.2, "tied"),
+        (1.005, 0.05, "tied"),
+        (1.019, 0.005, "tied"),
         (1.03, 0.005, "slower"),
         (1.0, 0.001, "same"),
-        (1.03, 0.018, "undecided"),  # the ratio's interval leaves 1 out, and yet the two intervals overlap
+        (1.03, 0.018, "tied"),  # the ratio's interval leaves 1 out, and yet the two intervals overlap
     ],
 )
 def test_verdicts_follow_from_the_intervals(ratio, half, verdict):
@@ -166,7 +166,7 @@ def test_two_compilers_of_one_database(home, capsys):
     slower = {str(problem_of(*case)) for case, (before, after) in MOVED.items() if after / before > 1.02}
     assert len(slower) == 4
     assert verdicts == {str(problem_of(*case)): "same" for case in MOVED} | dict.fromkeys(slower, "slower") | {
-        str(problem_of(16, 16, 1024, 128)): "undecided"
+        str(problem_of(16, 16, 1024, 128)): "tied"
     }  # 1.8% faster, give or take 0.7
     assert found["regressed"]
 
@@ -187,7 +187,7 @@ def test_a_selector_alone_is_of_ones_own_database_over_what_ships(home, capsys):
 
 CAUSAL = PROBLEM.replace(causal=True)
 COMPARED = {
-    "slower and undecided": (
+    "slower and tied": (
         [{"us": 100.0}, {"us": 50.0, "problem": CAUSAL}],
         [
             {"us": 113.0, "schedule": plain(64, 64)},
@@ -268,7 +268,7 @@ def test_dates_are_what_was_known_then(home, capsys, monkeypatch):
 
 def test_shipped_against_itself(home, capsys):
     assert main(["compare", "shipped", "shipped", "--kernel", "matmul", "--arch", "h200"]) == 0
-    assert "0 slower, 0 undecided, 0 faster" in capsys.readouterr().out
+    assert "0 slower, 0 tied, 0 faster" in capsys.readouterr().out
 
 
 GPU = Device(name="GPU", arch="sm_90", sm_count=132)
@@ -298,7 +298,7 @@ def sides(*pairs, a="old", b="new"):
 
 
 UNCHANGED = ({}, {"us": 100.2})
-SLOWER, MUCH_SLOWER, FASTER = (({}, {"us": us, "schedule_id": "t"}) for us in (110.0, 250.0, 80.0))
+SLOWER, MUCH_SLOWER, FASTER = (({}, {"us": us, "schedule": "t"}) for us in (110.0, 250.0, 80.0))
 ESTIMATE = {"modelled": True, "device": "", "regime": ""}
 
 
@@ -316,7 +316,7 @@ ESTIMATE = {"modelled": True, "device": "", "regime": ""}
                 ({"uid": "u"}, {"uid": "u"}),
             ],
             "On GPU, new is slower than old for 3 of 7 problems (by 10% at the median of those) and faster for 1 (by 25%); "
-            "1 is the same within 2%, 1 cannot be told apart, for 1 both hold the very same measurement, and 2 have another winner.",
+            "1 is the same within 2%, 1 is tied, 1 holds the very same measurement on both sides and 2 have another winner.",
         ),
         (
             [MUCH_SLOWER],
@@ -324,11 +324,11 @@ ESTIMATE = {"modelled": True, "device": "", "regime": ""}
         ),
         (
             [FASTER, UNCHANGED],
-            "On GPU, new is faster than old for 1 of 2 problems (by 25%); 1 is the same within 2%, and 1 has another winner.",
+            "On GPU, new is faster than old for 1 of 2 problems (by 25%); 1 is the same within 2% and 1 has another winner.",
         ),
         (
             [UNCHANGED] * 2,
-            "On GPU, new is neither slower nor faster than old for any of 2 problems; 2 are the same within 2%, and none have another winner.",
+            "On GPU, new is neither slower nor faster than old for any of 2 problems; 2 are the same within 2% and none have another winner.",
         ),
         (
             [({"uid": "u"}, {"uid": "u"})],
@@ -444,7 +444,7 @@ def test_estimates_of_what_ships_are_compared_and_told_as_estimates(home, capsys
     assert said.startswith(
         "This compares estimates, not two measurements (the times of shipped@gb10 and of shipped@sm_120 are"
     )
-    assert "compare: 0 slower, 0 undecided, 0 faster, 0 same, 7 estimated" in said
+    assert "compare: 0 slower, 0 tied, 0 faster, 0 same, 7 estimated" in said
     with TuningDB.open("mine.db") as db:
         put(
             db,
@@ -458,14 +458,32 @@ def test_estimates_of_what_ships_are_compared_and_told_as_estimates(home, capsys
     assert main(["compare", "shipped", "shipped", "--arch", "gb10", "--kernel", "softmax"]) == 0
 
 
-def test_what_the_old_winner_costs_in_b():
-    old = {"schedule_id": "old", "fingerprint": "o"}
-    first = side_of("a", [], [known(100.0, **old)])
-    for us, tied in ((108.0, False), (90.3, True)):
-        second = side_of("b", [], [known(90.0, schedule_id="new", fingerprint="n"), known(us, **old)])
-        (row,) = compare(first, second).rows
-        assert row.old_winner.us == us
-        assert row.winner_tied == tied
+OLD, NEW = (
+    {"schedule_id": "o", "schedule": "64x64 occ=2 no_peel", "fingerprint": "o"},
+    {"schedule": "128x64 latK=1", "fingerprint": "n"},
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "old_in_b", "new_in_a", "found"),
+    [
+        ({}, 108.0, None, "changed"),
+        ({}, 90.3, None, "tied"),
+        ({}, None, None, "changed"),
+        ({}, 108.0, 100.4, "tied"),  # A cannot tell the two apart
+        ({"ties": frozenset("o")}, None, None, "tied"),  # nor could the tune
+        ({"fingerprint": "o"}, None, None, "the same"),  # one program
+        ({"schedule": OLD["schedule"]}, None, None, "the same"),  # equal schedules, of which one lacks a knob of today
+    ],
+)
+def test_equal_winners_are_no_other_winner_and_ties_are_called_ties(changes, old_in_b, new_in_a, found):
+    new = {**NEW, "schedule_id": "n", **changes}
+    first = [known(100.0, **OLD), *([known(new_in_a, **new)] if new_in_a else [])]
+    second = [known(90.0, **new), *([known(old_in_b, **OLD)] if old_in_b else [])]
+    (row,) = compare(side_of("a", first[:1], first), side_of("b", second[:1], second)).rows
+    assert (row.winner_changed, row.winner_tied) == (found == "changed", found == "tied")
+    assert (row.old_winner and row.old_winner.us) == (old_in_b if found != "the same" else None)
+    assert unlike_in_a(row) == ("" if "schedule" in changes else "64x64 occ=2 no_peel, without latK")
 
 
 def test_before_and_after_the_last_tune(home, capsys):

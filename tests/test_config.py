@@ -173,6 +173,9 @@ def test_a_declared_kernels_knobs_can_be_forced_and_reach_no_other_kernel() -> N
         for kernel, forced in ((matmul, {"TILE_M": 64}), (Attention, {})):
             table = load_table(load_settings(), kernel=kernel, archs=("sm_90",))
             assert table.resolve(kernel.suite(next(iter(kernel.suites)))[0], "sm_90").forced == forced
+    kernel_named("softmax")  # whose knob has no name in small letters, and attention's has
+    set_here = {"TILEDSCHED_TILE_ROWS": "4", "TILEDSCHED_TILE_N": "64", "TILEDSCHED_TILE_M": "64"}
+    assert list(load_settings(environ=set_here).knobs.items()) == [("tile_m", 64), ("tile_n", 64), ("TILE_ROWS", 4)]
 
 
 def test_a_user_without_a_home_or_a_name_has_folders_that_do_not_exist(monkeypatch) -> None:

@@ -181,8 +181,19 @@ DECLARATIONS = [
         [("(p.rows,)", "(p.row,)")],
         "has no field 'row'; it has rows, columns, dtype (did you mean 'rows'?) (softmax.py, line 24)",
     ),
-    ([("(p.rows,)", "(p.rows // s['TIEL'],)")], "KeyError: 'TIEL' (did you mean 'TILE'?) (softmax.py, line 24)"),
-    ([("(p.rows,)", "(s.TILE,)")], "has no attribute 'TILE' (did you mean ['TILE']?)"),
+    *[
+        (
+            [("(p.rows,)", f"(p.rows // s{knob},)")],
+            f"the schedule has no knob {name!r}; its knobs are TILE, num_worker_warps, occupancy{meant}",
+        )
+        for knob, name, meant in (
+            ("['TIEL']", "TIEL", " (did you mean 'TILE'?) (softmax.py, line 24)"),
+            (".TIME", "TIME", " (did you mean 'TILE'?) (softmax.py, line 24)"),
+            (".tile", "tile", " (did you mean 'TILE'?) (softmax.py, line 24)"),
+            (".number('Tile')", "Tile", " (did you mean 'TILE'?) (softmax.py, line 24)"),
+            (".rest", "rest", " (softmax.py, line 24)"),
+        )
+    ],
     ([more("def flops(p):", "return 'many'")], "Softmax.flops: must return a number, got 'many'"),
     ([more("def tolerance(p, s):", "return 0.01")], "must return a ts.Tolerance, as in"),
     (
@@ -225,7 +236,7 @@ DECLARATIONS = [
     ),
     (
         [("import tiledsched as ts\n", "import tiledsched as ts\nimport numpyy\n")],
-        "No module named 'numpyy' (softmax.py, line 3); correct",
+        "No module named 'numpyy' (softmax.py, line 3); install numpyy, or correct the import",
     ),
     (
         [("class Softmax(ts.Kernel):", "class Softmax(ts.Kernel)")],
@@ -260,13 +271,23 @@ def test_a_mistake_in_a_file_is_answered_by_name_and_line(tmp_path, edits, words
         [(OUT, "    depth = ts.dim(1)\n" + OUT), more("def flops(p):", "return getattr(p, 'depth')")],
         [(OUT, "    causal = ts.flag()\n    mode = ts.choice('a', 'b')\n    W = ts.workspace('rows')\n" + OUT)],
         [("(p.rows,)", "[__import__('numpy').int64(p.rows)]")],
+        [("(p.rows,)", "(p.rows * s.TILE // s['TILE'],)")],
         [
             ('"occupancy"', '"order": ["rows", "swizzled"], "occupancy"'),
             (TAKES, "TILE: ct.Constant[int], order: ct.Constant[int])"),
             more("def constants(p, s):", "return {'order': ('rows', 'swizzled').index(s['order'])}"),
         ],
     ],
-    ids=["as it is", "helpers", "like a function", "read by name", "flags and scratch", "numpy", "words mapped"],
+    ids=[
+        "as it is",
+        "helpers",
+        "like a function",
+        "read by name",
+        "flags and scratch",
+        "numpy",
+        "a knob as an attribute",
+        "words mapped",
+    ],
 )
 def test_what_is_right_is_taken(tmp_path, edits) -> None:
     kernel = load_kernel(written(tmp_path, *edits))
@@ -320,6 +341,10 @@ LINES = [
     ),
     ("check softmax.py:Softmax -p row=3,columns=40", "(did you mean 'rows'?)"),
     ("explain attention --arch sm_90 -p S=4096,D=128x", "got '128x' (did you mean 128?)"),
+    ("tune attention --arch sm_90 -p S=1024", "a problem of attention needs D (head_dim)"),
+    ("tune attention --arch sm_90 -p D=64", "a problem of attention needs S (seq_q and seq_k)"),
+    ("explain rope --arch sm_90 -p S=5", "a problem of rope needs B (batch), q_heads, k_heads"),
+    ("explain matmul --arch sm_90 -p m=5", "a problem of matmul needs n, k"),
     ("explain attention --arch sm_90 -p S4096", "(did you mean 'S=4096'?)"),
     ("explain attention --arch sm_90 -p S=64,casual", "(did you mean 'causal'?)"),
     ("explain attention --arch sm_90 -p S=64,dtype=bf16", "got 'bf16' (did you mean 'bfloat16'?)"),

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_raced, add_times, plain, report_of, taken
 
-from tiledsched.report.analysis import size_regime
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
 
@@ -106,21 +105,6 @@ def test_newest_measurement_counts(db):
     one = only(report_of(db, "sm_90"))
     assert one.best.schedule == plain(64, 64)
     assert one.runner_up_drop == pytest.approx(0.10)
-
-
-@pytest.mark.parametrize(
-    ("size", "regime"), [(1, "short"), (1024, "short"), (2048, "medium"), (4096, "medium"), (8192, "long")]
-)
-def test_regimes(size, regime):
-    assert size_regime(size) == regime
-
-
-def test_schedules_of_an_older_space_are_reported(db):
-    """A measurement from before a knob existed has no grid to compare; it must not break the report."""
-    old = plain(128, 64)
-    old = type(old)({name: value for name, value in old.items() if name not in ("persistent", "num_ctas")})
-    add_times(db, {old: 100.0, plain(64, 64): 110.0})
-    assert only(report_of(db, "sm_90")).best.schedule == old
 
 
 def timed_apart(served_us, fastest_us=100.0, **raced):

@@ -106,7 +106,12 @@ SERVED = {
     "what cannot work is repaired": (
         [known(loop_split=True)],
         ON_DEVICE,
-        ("transferred", "Neighbours", {"loop_split": False}, ""),
+        (
+            "transferred",
+            "Neighbours",
+            {"loop_split": False},
+            "^this problem was measured on NVIDIA H200, and its winner is",
+        ),
     ),
     "what works there": (
         [known(long(1000), loop_split=True)],
@@ -123,6 +128,16 @@ SERVED = {
         [*OTHERS, MODEL],
         {},
         ("modelled", "Modelled", MODEL.schedule, "^nothing was measured; the entry for this problem"),
+    ),
+    "the model's choice for a length that shares answers": (
+        [known(long(1000), "modelled"), known(long(1023), "modelled", tile_n=128)],
+        {"problem": long(1000)},
+        ("modelled", "Modelled", {"tile_n": 64}, "the entry for this problem is the model's choice$"),
+    ),
+    "and for one without an entry": (
+        [known(long(1023), "modelled", tile_n=128)],
+        {"problem": long(1000)},
+        ("modelled", "Modelled", {"tile_n": 128}, r"the nearest problem \(.*S=1023.*\) is the model's choice$"),
     ),
     "its own kind better still": ([*OTHERS, MODEL, NEAR], {}, ("transferred", "Neighbours", NEAR.schedule, "")),
     "padded heads are a kind": (OTHERS, {"problem": PADDED}, ("transferred", "OtherKinds", {}, "of another kind")),
@@ -426,6 +441,25 @@ def test_lengths_that_are_near_share_an_answer(monkeypatch, problems, walks) -> 
 def test_a_shared_answer_is_valid_for_the_problem(seq_k) -> None:
     for table in (table_of([known(long(2048), check_bounds=False)]), table_of([])):
         assert SPACE.violations(table.resolve(long(seq_k), "sm_90", H200).schedule, long(seq_k)) == []
+
+
+@pytest.mark.parametrize(("name", "arch"), [("attention", "sm_90"), ("matmul", "sm_90"), ("rms_norm", "sm_121")])
+def test_a_table_without_a_problem_is_one_made_without_its_entries_and_those_of_equal_work(name, arch, tmp_path):
+    kernel = kernel_named(name)
+    known = load_entries(Settings(db=str(tmp_path / "none.db")), {arch}, kernel)
+    whole, alike = LookupTable(known, kernel), kernel.similarity
+    for problem in sorted({each.problem for each in known})[::25]:
+        equal = {
+            each.problem
+            for each in known
+            if alike.kind(each.problem) == alike.kind(problem) and alike.distance(each.problem, problem) == 0
+        }
+        left = [each for each in known if each.problem not in equal]
+        expected, found = (
+            table.resolve(problem, arch) for table in (LookupTable(left, kernel), whole.without(problem, arch))
+        )
+        assert (found.schedule, found.reason) == (expected.schedule, expected.reason)
+        assert whole.resolve(problem, arch).entry.problem == problem  # which is as it was
 
 
 def test_lookup_of_a_large_table_is_quick() -> None:

@@ -87,9 +87,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import tiledsched` costs next to nothing."""
     import importlib
-    import sys
 
-    if name == "op" and sys.modules.get("torch", name) is None:  # kept from being imported
+    if name == "op" and _no_torch():
         return importlib.import_module("tiledsched.serve.later").LaterOperator
     if name not in _HOMES and (not name.startswith("_") or name == "__all__"):
         _HOMES.update(importlib.import_module("tiledsched.core.registry").shipped_functions())
@@ -97,8 +96,20 @@ def __getattr__(name: str) -> Any:
         return ["__version__", *_HOMES]
     if name not in _HOMES:
         raise AttributeError(f"module 'tiledsched' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    with importlib.import_module("tiledsched.core.extras").required():
+        found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return found
+
+
+def _no_torch() -> bool:
+    """Whether torch is not installed, or this process keeps it from being imported."""
+    import importlib.util
+    import sys
+
+    try:
+        return sys.modules.get("torch", 0) is None or importlib.util.find_spec("torch") is None
+    except ImportError:
+        return True
 
 
 def __dir__() -> list[str]:

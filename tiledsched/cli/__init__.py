@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
-from tiledsched.core import blame, errors, files
+from tiledsched.core import blame, errors, extras, files
 
 INTERRUPTED = 130
 COMPLETE = "_TILEDSCHED_COMPLETE"
@@ -92,6 +92,12 @@ def main(arguments: Sequence[str] | None = None, **fakes: Any) -> int:
                         "tiledsched: interrupted; everything finished so far is stored, run again to go on\n"
                     )
                 return 128 + interrupt.number if isinstance(interrupt, Ended) else INTERRUPTED
+            except ImportError as error:
+                if str(error.name).startswith(extras.NAME):
+                    raise
+                logging.getLogger(extras.NAME).info("where it was raised:", exc_info=error)
+                sys.stderr.write(f"tiledsched: {extras.missing(error)}\n")
+                return 2
     finally:
         try:
             if sys.stderr is not None:
@@ -138,6 +144,11 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
             f"tiledsched: {where}{error.strerror or error}; see that it is there, that you may use it and that it has room"
         )
         return 2
+    except Exception as error:
+        if mistake := blame.mistake_of(error):
+            note(f"tiledsched: {mistake}; correct it there")
+            return 2
+        raise
 
 
 def _with_meant(message: str) -> str:

@@ -218,14 +218,15 @@ def _named_kernel(words: Iterable[str]) -> problem.KernelClass:
 
 
 def _find_kernel(named: str, words: Sequence[str]) -> problem.KernelClass:
-    """The kernel of a name. One that is known from calls of exhaustive_search in the database is taken from there: its module is
-    not imported.
+    """The kernel of a name. One that is known from calls of exhaustive_search in the database is taken from there: its module, or
+    the program that made the calls, is not imported.
 
     Args:
         named: the name.
         words: what was typed, which may name the database.
     """
-    if ":" in named and not os.path.isfile(named.partition(":")[0]):
+    place, _, name = named.rpartition(":")
+    if place and not (os.path.isfile(place) and name in registry.declared_names(Path(place))[0]):
         from tiledsched.remember.declaration import stored_kernel
 
         places = [after for word, after in itertools.pairwise(words) if word == "--db"]
@@ -301,7 +302,9 @@ def _kernel_name(ctx: click.Context, param: click.Parameter, value: str | None) 
         return value and _find_kernel(value, ctx.meta["tiledsched.words"]).name
     except ConfigError:
         check_word(value or "")
-        return value
+        from tiledsched.remember.declaration import names_of
+
+        return names_of(value or "")[0]
 
 
 def _shipped_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -412,6 +415,9 @@ kernel_filter = argument(
     required=False,
     metavar="[KERNEL]",
     help=f"only this kernel: {KERNEL_HELP}",
+)
+kernel_option = option(
+    "--kernel", callback=_kernel_name, default="", metavar="NAME", help="only this kernel, named as elsewhere"
 )
 filter_option = option(
     "-p",

@@ -63,11 +63,14 @@ def warmup(
     campaign: str | None,
     jobs: int | None,
 ) -> int:
-    """Compile ahead what is served, so that no program has to.
+    """Compile ahead what is served, so that no call has to wait.
 
-    That is what the tuned table serves for its own problems, or for those named. The machine code goes to the cache folder,
-    where every process of this user finds it, or with -o to a file that the variable TILEDSCHED_BUNDLE names on another machine.
-    No GPU is needed. Exit code 1 if something would not build.
+    That is what the tuned table serves for its own problems, or for those named, tuned or not. The machine code goes to the
+    cache folder, where every process of this user finds it, or with -o to a file that the variable TILEDSCHED_BUNDLE names on
+    another machine. No GPU is needed. Exit code 1 if something would not build; the rest is written.
+
+    With --also, problems unlike those are added. For attention: any-length (key lengths that no tile divides), decode (one query
+    row that sees every key), dtype=bfloat16 and group=1:4 (query heads for each key head) in place of the tuned ones.
 
     \b
     tiledsched warmup

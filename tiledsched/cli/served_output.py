@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import arch_of
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
 from tiledsched.core.text import plural
@@ -307,9 +307,11 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
 
 
 def _compared_row(row: Compared, found: Comparison) -> dict[str, str]:
-    from tiledsched.report.comparison_text import label_of
+    from tiledsched.report.comparison_text import label_of, unlike_in_a
 
     winner = "the same machine code" if row.verdict != "same" and row.same_program else ""
+    if row.winner_differs:
+        winner = f"{'a tie' if row.winner_tied else 'now'}: {row.b.schedule}; in A: {unlike_in_a(row)}"
     bounds = "" if row.verdict == "estimated" else f" [{row.low:.3f}, {row.high:.3f}]"
     return {
         "verdict": row.verdict,
@@ -317,7 +319,7 @@ def _compared_row(row: Compared, found: Comparison) -> dict[str, str]:
         "A us": f"{row.a.us:.1f}",
         "B us": f"{row.b.us:.1f}",
         "problem": label_of(row.b, found),
-        "winner": f"now {row.b.schedule}; was {row.a.schedule}" if row.winner_changed else winner,
+        "winner": winner,
     }
 
 
@@ -338,8 +340,8 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
         )
     slowed = []
     for row in rows:
-        arch = next((arch for arch in ARCHS if row.device.startswith(ARCHS[arch].device)), "")
-        words = describe_throttling(row.conditions, Device(name=row.device, arch=arch, sm_count=0), row.regime)
+        device = Device(name=row.device, arch=arch_of(row.device), sm_count=0)
+        words = describe_throttling(row.conditions, device, row.regime)
         slowed += [words] if words else []
     if slowed:
         note(f"clock held down in {len(slowed)} of {plural(len(rows), 'row')}, {slowed[0]}: the rates are too low")

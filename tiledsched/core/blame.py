@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -73,8 +73,6 @@ def _meant(error: BaseException) -> str:
     if "did you mean" in str(error):
         return ""
     if isinstance(error, AttributeError) and name and error.obj is not None:
-        if isinstance(error.obj, Mapping) and (key := nearest(name, error.obj)):
-            return f" (did you mean [{key!r}]?)"
         names = getattr(error.obj, "__all__", None) or [each for each in dir(error.obj) if not each.startswith("_")]
         return did_you_mean(name, names, NAMED)
     if isinstance(error, NameError) and name and frame is not None:
@@ -84,11 +82,15 @@ def _meant(error: BaseException) -> str:
         return (
             " (did you mean 'xp'?)" if name in ("np", "numpy") and "xp" in known else did_you_mean(name, known, NAMED)
         )
-    if isinstance(error, KeyError) and frame is not None and isinstance(frame.f_locals.get("s"), Mapping):
-        return did_you_mean(error.args[0], frame.f_locals["s"]) if error.args else ""
     found = re.match(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error))
     function = getattr(sys.modules.get("tiledsched"), found[1], None) if found else None
     return did_you_mean(found[2], inspect.signature(function).parameters) if found and callable(function) else ""
+
+
+def mistake_of(error: BaseException) -> str:
+    """An exception that a user's own function raised, in one line; empty where this package raised it."""
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in _author_frames(error)]
+    return describe(error) if names and not names[-1].startswith("tiledsched.") else ""
 
 
 def author_line(error: BaseException) -> str:

@@ -93,7 +93,16 @@ watchers: list[Callable[[], None]] = []
 """Functions that are called after `configure` has changed something, so that caches that depend on settings are cleared."""
 
 
-class configure:  # noqa: N801
+class CalledFirst(type):
+    """The class of context managers that say so where they are used without being called."""
+
+    def __enter__(cls) -> None:
+        raise ConfigError(f"{cls.__name__} is called first; write: with tiledsched.{cls.__name__}():")
+
+    def __exit__(cls, *error: object) -> None: ...
+
+
+class configure(metaclass=CalledFirst):  # noqa: N801
     """Set settings and knobs for this process: at once, and until the end of the block where used as a context manager.
 
     `configure(regime="sustained")` stays; `with configure(tile_m=128, tile_n=64): ...` is undone at the end of the block. None
@@ -161,9 +170,11 @@ def load_settings(
                     f"does not choose what code runs; set {PREFIX}CACHE, or write it into {user}"
                 )
             take(name, value, str(path))
-    for variable, text in environ.items():
+    for variable, text in sorted(environ.items()):
         if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and text != "":
-            take(variable.removeprefix(PREFIX).lower(), text, variable)
+            name = variable.removeprefix(PREFIX)
+            is_lower = name.lower() in SETTINGS or name.lower() in knob_kinds() or name not in knob_kinds()
+            take(name.lower() if is_lower else name, text, variable)
     for name, value in _configured.items():
         take(name, value, "configure")
     for name, value in (flags or {}).items():

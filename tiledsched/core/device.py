@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tiledsched.core.blame import did_you_mean
@@ -225,7 +226,7 @@ def arch_spec(arch: str, device_name: str = "") -> ArchSpec:
         ConfigError: an arch this package does not know.
     """
     if arch not in ARCHS:
-        names = [name for listed in PRODUCTS.values() for name in listed]
+        names = [*OTHER_NAMES, *(name for listed in PRODUCTS.values() for name in listed)]
         raise ConfigError(
             f"unknown arch {arch!r}; known are {', '.join(ARCHS)}{did_you_mean(arch, (*ARCHS, *names), 0.75)}"
         )
@@ -240,11 +241,28 @@ PRODUCTS = {
     "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
     "sm_100": ("B200", "GB200"),
     "sm_103": ("B300", "GB300"),
-    "sm_110": ("Thor", "Jetson AGX Thor"),
+    "sm_110": ("Thor",),
     "sm_120": ("RTX PRO 6000", "RTX 5090", "RTX 5080"),
-    "sm_121": ("GB10", "DGX Spark", "Spark"),
+    "sm_121": ("GB10",),
 }
 """Arch -> product names of its GPUs, from NVIDIA's table of compute capabilities."""
+OTHER_NAMES = {"jetsonagxthor": "sm_110", "dgxspark": "sm_121", "spark": "sm_121"}
+"""What else people call such a GPU, or a machine that has one."""
+
+
+def describe_gpus(arch: str, measured: Iterable[str] = ()) -> str:
+    """The GPUs that something was measured on, by the driver's names, else all products of the arch: `H100 or H200 (sm_90)`."""
+    measured = sorted({*measured} - {""})
+    *others, last = measured or PRODUCTS.get(arch, (arch,))
+    named = f"{', '.join(others)} {'and' if measured else 'or'} {last}" if others else last
+    return named if named == arch else f"{named} ({arch})"
+
+
+def arch_of(device_name: str) -> str:
+    """The arch of a GPU by the driver's name for it; empty where no product has that name."""
+    words = f" {device_name.replace('-', ' ')} "
+    found = [(len(name), arch) for arch, names in PRODUCTS.items() for name in names if f" {name} " in words]
+    return max(found, default=(0, ""))[1]
 
 
 def arch_named(text: str) -> str:
@@ -254,4 +272,4 @@ def arch_named(text: str) -> str:
     )
     numbers = {arch.removeprefix("sm_"): arch for arch in ARCHS}
     names = {name.lower().replace(" ", ""): arch for arch, listed in PRODUCTS.items() for name in listed}
-    return numbers.get(plain.removeprefix("sm")) or names.get(plain) or text
+    return numbers.get(plain.removeprefix("sm")) or names.get(plain) or OTHER_NAMES.get(plain) or text

@@ -28,6 +28,13 @@ class SpaceError(TiledschedError, ValueError):
     """A search-space file or a schedule that does not fit its space."""
 
 
+class UnknownKnobError(KeyError):
+    """A schedule was asked for a knob that it does not have."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class ConfigError(TiledschedError, ValueError):
     """A wrong flag, environment variable or configuration file."""
 
@@ -38,6 +45,14 @@ class CompilerError(TiledschedError, RuntimeError):
 
 class NoRoomError(CompilerError):
     """The disk that compilers write to was full. The message names the folder. The candidate itself did not fail."""
+
+
+class MissingPackageError(TiledschedError, ImportError):
+    """A package that is needed is not installed, or cannot be imported. The message ends with the command that installs it."""
+
+
+class CompressedFileError(TiledschedError, RuntimeError):
+    """A file is compressed and should not be. The message says how, and how to unpack it."""
 
 
 class DatabaseError(TiledschedError, RuntimeError):

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.errors import CompressedFileError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -38,6 +40,18 @@ SMALL_FILE_BYTES = 1 << 18
 """Bytes that a compiler needs at least for a program and its machine code."""
 MOST_TYPED = 1 << 22
 """Most bytes of a file that people write by hand: settings, a search space, a list of candidates."""
+
+XZ = b"\xfd7zXZ\0"
+COMPRESSED = {
+    b"\x1f\x8b": "gunzip -k",
+    b"BZh": "bunzip2 -k",
+    XZ: "unxz -k",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+    b"\x04\x22\x4d\x18": "unlz4",
+    b"PK\3\4": "unzip",
+    b"7z\xbc\xaf": "7z x",
+}
+"""How compressed files begin -> the command that unpacks such a file."""
 
 _ODD = re.compile(r"[^\n\t -~]")
 _FORMULA = re.compile(r"'*[=+@\t-].", re.DOTALL)
@@ -109,15 +123,28 @@ def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     return bytes(data)
 
 
+def check_plain(path: str | os.PathLike[str], data: bytes) -> bytes:
+    """What was read from a file that must not be compressed.
+
+    Raises:
+        CompressedFileError: it is.
+    """
+    unpack = next((command for magic, command in COMPRESSED.items() if data.startswith(magic)), "")
+    if unpack:
+        raise CompressedFileError(f"{os.fspath(path)} is compressed; unpack it first: {unpack} {os.fspath(path)}")
+    return data
+
+
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The contents of a TOML file that people write by hand.
 
     Raises:
         OSError: the file cannot be read, or is larger than any such file.
         ValueError: the file is not valid TOML. The message says where.
+        CompressedFileError: the file is compressed.
     """
     try:
-        return tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
+        return tomllib.loads(check_plain(path, read_bounded(path, MOST_TYPED)).decode("utf-8"))
     except RecursionError as error:
         raise ValueError(str(error)) from error
 

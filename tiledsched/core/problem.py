@@ -448,7 +448,13 @@ class Declaration:
             raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(cls.fields)}{meant}")
         missing = [name for name, each in cls.fields.items() if name not in values and each.default is None]
         if missing:
-            raise ProblemError(f"a problem of {cls.name} needs {missing}")
+            called = []
+            for short, names in cls.label.items():  # as `-p` and the help of commands call them
+                dims = (names,) if isinstance(names, str) else names
+                if set(dims) <= set(missing):
+                    called.append(f"{short} ({' and '.join(dims)})")
+                    missing = [name for name in missing if name not in dims]
+            raise ProblemError(f"a problem of {cls.name} needs {', '.join([*called, *missing])}")
         try:
             found = {name: each.read(name, values.get(name, each.default)) for name, each in cls.fields.items()}
         except ValueError as error:
@@ -471,7 +477,11 @@ class Declaration:
     @classmethod
     def as_problem(cls, case: Problem | Mapping[str, Any]) -> Problem:
         """A problem that is given as itself or as its values by name."""
-        return case if isinstance(case, Problem) else cls.problem(**case)
+        if isinstance(case, Problem):
+            return case
+        if not isinstance(case, Mapping):
+            raise ProblemError(f"{case!r:.80} is no problem; give its values by name, of {', '.join(cls.fields)}")
+        return cls.problem(**case)
 
     @classmethod
     def default_problems(cls) -> list[Problem]:

@@ -7,15 +7,9 @@ from typing import Any
 
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.registry import load_kernel
 
 Cases = Iterable[Problem | Mapping[str, Any]]
 """Problems, each as itself or as its values by name."""
-
-
-def kernel_of(kernel: KernelClass | str) -> KernelClass:
-    """A kernel, given as its class or by its name."""
-    return load_kernel(kernel) if isinstance(kernel, str) else kernel
 
 
 def problems_of(kernel: KernelClass, problems: Cases | str | None) -> list[Problem]:
@@ -30,7 +24,10 @@ def problems_of(kernel: KernelClass, problems: Cases | str | None) -> list[Probl
     if problems is None:
         found = [each for name in kernel.suites for each in kernel.suite(name)]
     else:
-        found = [kernel.as_problem(each) for each in problems]
+        given = [problems] if isinstance(problems, (Problem, Mapping)) else problems
+        if not isinstance(given, Iterable):
+            raise ConfigError(f"{given!r:.80} is no list of problems; give a list of dicts, such as [{{'rows': 4096}}]")
+        found = [kernel.as_problem(each) for each in given]
     if not found:
         raise ConfigError(
             f"no problem of {kernel.name} is named, and it declares no suites; pass --problem, or a list of problems"

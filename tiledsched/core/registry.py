@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from tiledsched.core.blame import author_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, TiledschedError
+from tiledsched.core.extras import remedy
 from tiledsched.core.fields import Value
-from tiledsched.core.files import real_path
+from tiledsched.core.files import MOST_TYPED, read_bounded, real_path
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
 from tiledsched.core.sources import BESIDE, FRONT, SHIPPED_KERNELS
 
@@ -125,13 +126,22 @@ def installed_entry_points() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
-def load_kernel(where: str) -> KernelClass:
-    """The kernel at `package.module:Class` or `path/file.py:Class`, or the kernel of that name.
+def load_kernel(where: str | KernelClass) -> KernelClass:
+    """The kernel at `package.module:Class` or `path/file.py:Class`, or the kernel of that name. A kernel's class is itself.
 
     Raises:
-        ConfigError: there is no such file, module, class or name.
+        ConfigError: there is no such file, module, class or name, or what is given is no kernel.
         DeclarationError: the declaration is wrong.
     """
+    if not isinstance(where, str):
+        if _is_kernel(where):
+            return where
+        todo = f"declare it first: class Name(ts.Kernel), with function = {getattr(where, '__name__', 'this')}"
+        if _is_kernel(type(where)):
+            todo = f"give the class without parentheses: {type(where).__name__}"
+        elif not callable(where):
+            todo = "give a subclass of ts.Kernel, or the name of a kernel"
+        raise ConfigError(f"{where!r:.80} is no kernel; {todo}")
     place, colon, class_name = where.rpartition(":")
     place = place.removesuffix(":")  # as pytest has it
     if not colon:
@@ -143,7 +153,15 @@ def load_kernel(where: str) -> KernelClass:
             _check_complete(where)
             raise
     path = Path(place if place.endswith(".py") else f"{place}.py")
-    module = _load_file(path) if place.endswith(".py") or os.path.isfile(path) else _load_module(place)
+    is_file = place.endswith(".py") or os.path.isfile(path)
+    classes, others = declared_names(path) if is_file else ((), None)
+    if others is not None and class_name not in (*classes, *others):
+        there = f"; its classes are {', '.join(classes)}" if classes else ""
+        raise ConfigError(
+            f"{place} declares no kernel {class_name!r}, and is not run{there}{did_you_mean(class_name, classes)}; a kernel is a "
+            "subclass of ts.Kernel"
+        )
+    module = _load_file(path) if is_file else _load_module(place)
     found = getattr(module, class_name, None)
     if not _is_kernel(found):
         made = kernels_in(module)
@@ -153,6 +171,24 @@ def load_kernel(where: str) -> KernelClass:
         there = ", ".join(made) or "none: a kernel is a subclass of ts.Kernel"
         raise ConfigError(f"{wrong}; it declares {there}{did_you_mean(class_name, made)}")
     return found
+
+
+def declared_names(path: Path) -> tuple[list[str], list[str] | None]:
+    """The classes in a file, and the other names that it imports or assigns, read from its source: a program is not run to see
+    whether it declares a kernel. The second is None where only an import of the file tells.
+    """
+    try:
+        nodes = [*ast.walk(ast.parse(read_bounded(path, MOST_TYPED)))]
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return [], None
+    classes = [each.name for each in nodes if isinstance(each, ast.ClassDef)]
+    imported = [each.asname or each.name for each in nodes if isinstance(each, ast.alias)]
+    read = [getattr(each, "id", getattr(each, "attr", "")) for each in nodes]
+    if "exhaustive_search" in (*read, *imported):  # a program that tunes what it runs
+        return classes, []
+    assigned = [each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    unknown = not {"globals", "exec", "setattr", "*"}.isdisjoint((*read, *imported))
+    return classes, None if unknown else [*assigned, *imported]
 
 
 def kernels_in(module: Any) -> list[str]:
@@ -250,7 +286,7 @@ def _load_module(name: str) -> Any:
             raise ConfigError(
                 f"cannot import {name}: {error}{meant}; install it, or name the file (path/file.py:Class)"
             ) from error
-        raise ConfigError(f"cannot import {name}: {describe(error)}; install what it imports") from error
+        raise ConfigError(f"cannot import {name}: {describe(error)}; {remedy(error)}") from error
     except TiledschedError as error:
         raise _with_line(error) from error
     except (Exception, SystemExit) as error:
@@ -295,7 +331,7 @@ def _load_file(path: Path) -> Any:
             f"{path} ends the program as it is imported: {describe(error)}; put what it runs under if __name__ == '__main__':"
         ) from error
     except Exception as error:
-        todo = "correct the file"
+        todo = remedy(error) if isinstance(error, ModuleNotFoundError) else "correct the file"
         if "relative import" in str(error):
             package = next(each for each in path.parents if not (each / "__init__.py").is_file())
             dotted = ".".join(path.relative_to(package).with_suffix("").parts)

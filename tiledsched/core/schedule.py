@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any
 
+from tiledsched.core.blame import did_you_mean
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import SpaceError
+from tiledsched.core.errors import SpaceError, UnknownKnobError
 
 KnobValue = int | bool | str
 HINT_KNOBS: Mapping[str, Sequence[int]] = {
@@ -47,6 +48,8 @@ def allowed_hints(name: str) -> str:
 class Schedule(Mapping[str, KnobValue]):
     """An immutable, hashable mapping from knob name to value, with canonical JSON and a stable id.
 
+    A knob is read as `s["TILE"]` or `s.TILE`; one that is called like a method of a mapping, such as `items`, as the first only.
+
     Two schedules are equal when every knob has the same value and type: ``True`` is not ``1`` here, because the id is
     the hash of the JSON, where they differ.
 
@@ -79,7 +82,18 @@ class Schedule(Mapping[str, KnobValue]):
         return made
 
     def __getitem__(self, name: str) -> KnobValue:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise UnknownKnobError(self._unknown(name)) from None
+
+    def __getattr__(self, name: str) -> KnobValue:
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(self._unknown(name), name=name, obj=self)
         return self._values[name]
+
+    def _unknown(self, name: str) -> str:
+        return f"the schedule has no knob {name!r}; its knobs are {', '.join(self)}{did_you_mean(name, self)}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -128,7 +142,7 @@ class Schedule(Mapping[str, KnobValue]):
 
     def number(self, name: str) -> int:
         """The value of an integer knob."""
-        return int(self._values[name])
+        return int(self[name])
 
     def replace(self, **changes: KnobValue) -> Schedule:
         """A copy of the schedule with some knobs changed."""

@@ -20,7 +20,7 @@ from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.fields import Knob
 from tiledsched.core.files import read_toml, real_path
 from tiledsched.core.problem import KernelClass
-from tiledsched.core.registry import kernel_named
+from tiledsched.core.registry import kernel_named, load_kernel
 from tiledsched.core.space import Constraint, SearchSpace, contains
 
 KNOB_KEYS = ("choices", "default", "about", "measured_only")
@@ -66,12 +66,17 @@ def chosen_space(arch: str, kernel: KernelClass, path: str | Path | None) -> Sea
     return found
 
 
-def space_for(arch: str, kernel: KernelClass) -> SearchSpace:
+def space_for(arch: str, kernel: KernelClass | str) -> SearchSpace:
     """The space of a kernel for `arch`, e.g. ``sm_121``, from the file that ships for it or from the declaration.
+
+    Args:
+        arch: the arch.
+        kernel: the kernel, or its name.
 
     Raises:
         SpaceError: there is no space for the arch. The message lists the archs that have one.
     """
+    kernel = load_kernel(kernel)
     path = data_files.search_spaces() / kernel.name / f"{arch}.toml"
     if path.is_file():
         return load_space(path, kernel)

@@ -42,7 +42,7 @@ def plan(
     Raises:
         ConfigError: there is no such command, or it has no such option.
     """
-    kernel = problem_lists.kernel_of(kernel)
+    kernel = registry.load_kernel(kernel)
     if command not in JOBS and ":" not in command:
         raise errors.ConfigError(f"a fleet does {', '.join(JOBS)}, not {command!r}; name one of them")
     given = {name: value for name, value in (options or {}).items() if value is not None}

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-try:
-    import torch
-    from torch import Tensor
-except ImportError as missing:
-    from tiledsched.core.extras import installing
-
-    raise ImportError(f"sdpa works on PyTorch's tensors; run: {installing('gpu')}") from missing
+import torch
+from torch import Tensor
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.ops.arguments import CAUSAL, check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved

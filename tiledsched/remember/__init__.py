@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 class _Callable(ModuleType):
     """A module that can be called: `import tiledsched.remember` leaves `tiledsched.remember()` what it is."""
 
-    def __call__(self, *, check: bool = False) -> remember:
+    def __call__(self, *wrong: object, check: bool = False) -> remember:
         from tiledsched.remember.replacing import remember
 
-        return remember(check=check)
+        return remember(*wrong, check=check)
+
+    def __enter__(self) -> None:
+        from tiledsched.remember.replacing import remember
+
+        type(remember).__enter__(remember)
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 sys.modules[__name__].__class__ = _Callable

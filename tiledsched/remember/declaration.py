@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from tiledsched.core import registry
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import Choice, Value
+from tiledsched.core.files import real_path
 from tiledsched.core.problem import Declaration, KernelClass, Problem, describe_values
 from tiledsched.remember.description import MARK
 from tiledsched.store.location import database_exists
@@ -96,23 +98,34 @@ class StoredKernel(Declaration):
 def stored_kernel(name: str, url: str | os.PathLike[str] | None) -> KernelClass | None:
     """The kernel of this name, as the calls stored in the database at `url` describe it; None where there are no such calls.
 
-    It is known by its name from then on.
+    It is known by its name from then on. `path/silu.py:silu` is that of the program silu.py, or of the module of that path.
     """
-    if ":" not in name or name.partition(":")[0].endswith(".py") or not database_exists(url):
+    if ":" not in name or not database_exists(url):
         return None
-    from sqlalchemy import select
+    from sqlalchemy import select, union
 
     from tiledsched.store.db import TuningDB
-    from tiledsched.store.models import BuildRow, ProblemRow, ScheduleRow
+    from tiledsched.store.models import BuildRow, EntryRow, MeasurementRow, ProblemRow, ScheduleRow
 
     with TuningDB.open(url, read_only=True) as db, db.reading() as session:
-        dims = list(session.scalars(select(ProblemRow.dims).where(ProblemRow.kernel == name)))
-        dims = [each for each in dims if MARK in each]
-        if not dims:
-            return None
-        ids = select(BuildRow.schedule_id).where(BuildRow.kernel == name)
-        schedules = list(session.scalars(select(ScheduleRow.knobs).where(ScheduleRow.id.in_(ids))))
-    return _declare(name, dims, schedules)
+        for each in names_of(name):
+            dims = list(session.scalars(select(ProblemRow.dims).where(ProblemRow.kernel == each)))
+            dims = [found for found in dims if MARK in found]
+            if dims:
+                rows = (BuildRow, MeasurementRow, EntryRow)  # what was imported was built elsewhere
+                ids = union(*(select(row.schedule_id).where(row.kernel == each) for row in rows))
+                schedules = list(session.scalars(select(ScheduleRow.knobs).where(ScheduleRow.id.in_(ids))))
+                return _declare(each, dims, schedules)
+    return None
+
+
+def names_of(name: str) -> list[str]:
+    """The names under which calls may be stored that are named like this: of `a/b.py:c` they are `b:c`, `a.b:c` and so on."""
+    place, _, function = name.rpartition(":")
+    if not place.endswith(".py"):
+        return [name]
+    parts = Path(real_path(place)).with_suffix("").parts[1:]
+    return [f"{'.'.join(parts[start:])}:{function}" for start in reversed(range(len(parts)))]
 
 
 def _declare(name: str, problems: list[dict[str, Any]], schedules: list[Any]) -> KernelClass:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
+from tiledsched.core.config import CalledFirst
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.extras import required
 from tiledsched.remember.search import exhaustive_search
 
 
-class remember:  # noqa: N801
+class remember(metaclass=CalledFirst):  # noqa: N801
     """Have `cuda.tile.tune.exhaustive_search` remember, from now on, also where modules imported it before.
 
     `tiledsched.remember()` stays until `undo()`; `with tiledsched.remember(): ...` is undone at the end of the block.
@@ -20,9 +23,14 @@ class remember:  # noqa: N801
         check: whether the arrays that configurations change are compared; see :func:`tiledsched.exhaustive_search`.
     """
 
-    def __init__(self, *, check: bool = False) -> None:
-        from cuda.tile import tune
-
+    def __init__(self, *wrong: object, check: bool = False) -> None:
+        if wrong:
+            raise ConfigError(
+                f"remember takes no {wrong[0]!r:.80}: tiledsched.remember() holds for the whole program; a script that cannot be "
+                "edited is run as: python -m tiledsched.remember SCRIPT"
+            )
+        with required():
+            from cuda.tile import tune
         self._before: Callable[..., Any] = tune.exhaustive_search
         self._ours = functools.wraps(self._before)(functools.partial(exhaustive_search, check=check))
         _replace(self._before, self._ours)

@@ -14,13 +14,13 @@ import shlex
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched.core.schedule import KnobValue, Schedule, named_tile
-from tiledsched.report.records import MEASURED, Interaction, ProblemReport, Tile, TileSensitivity, TileTime, Timed
+from tiledsched.report.records import MEASURED, Interaction, ProblemReport, Tile, TileTime, Timed
 
 T = TypeVar("T")
 WITHIN = 1.3
@@ -32,13 +32,6 @@ programs 14%.
 """
 FEWEST_PROGRAMS = 4
 """A tile with fewer programs is never searched enough, unless the values tried of other knobs allow no more."""
-REGIMES = (("short", 1024), ("medium", 4096))
-"""The largest size of each regime; larger sizes are `long`. Table 4 of TiledAttention has the same three regimes."""
-
-
-def size_regime(size: int) -> str:
-    """The regime of a size: `short` up to 1024, `medium` up to 4096, `long` above."""
-    return next((name for name, largest in REGIMES if size <= largest), "long")
 
 
 def tile_times(one: ProblemReport, knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
@@ -70,41 +63,6 @@ def tile_times(one: ProblemReport, knobs: tuple[str, str] | None) -> tuple[TileT
         )
         for place, (tile, of) in enumerate(ordered)
     )
-
-
-def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...]:
-    """What the choice of tile is worth, for each group of problems and each regime of sizes.
-
-    Problems with fewer than two tiles that were searched enough are left out. Where a regime holds several problems, a
-    tile's figure is the geometric mean over them of its best time relative to the best tile's; only tiles searched enough
-    in all of them are compared.
-    """
-    cells: dict[tuple[Any, str], list[ProblemReport]] = defaultdict(list)
-    for report in problems:
-        if sum(tile.searched for tile in report.tiles) > 1:
-            cells[report.group, size_regime(report.size)].append(report)
-    lines = []
-    for (_, regime), members in cells.items():
-        tables = [{tile.tile: tile.relative for tile in member.tiles if tile.searched} for member in members]
-        shared = set.intersection(*(set(table) for table in tables))
-        means = {tile: statistics.geometric_mean([table[tile] for table in tables]) for tile in shared}
-        ranked = sorted(shared, key=lambda tile: (means[tile], tile))
-        if len(ranked) > 1:
-            lines.append(
-                TileSensitivity(
-                    device_name=members[0].device_name,
-                    shared=members[0].shared,
-                    accum_mode=members[0].accum_mode,
-                    regime=regime,
-                    sizes=tuple(sorted({member.size for member in members})),
-                    problems=len(members),
-                    best=ranked[0],
-                    runner_up=ranked[1],
-                    drop=means[ranked[1]] / means[ranked[0]] - 1,
-                    spread=means[ranked[-1]] / means[ranked[0]] - 1,
-                )
-            )
-    return tuple(lines)
 
 
 def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> Iterator[tuple[str, T, T]]:

@@ -42,10 +42,11 @@ def answer(report: Report) -> tuple[str, ...]:
         ),
     ]
     if not problems:
-        return (*lines, *_of_winners(section.problems))
+        return (*lines, *_tiles_served(report, section.problems), *_of_winners(section.problems))
     found = [
         _error(report, problems),
-        *_served(report, problems),
+        *_tiles_served(report, problems),
+        *(_served(problems) if len(problems) > 1 else _served_alone(problems[0])),
         _tiles(report, problems),
         _default(problems),
         _untuned(problems),
@@ -162,20 +163,20 @@ def tile_unit(report: Report) -> str:
     return _unit(report)[1] if report.tile else ""
 
 
-def _served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
-    """What `explain` serves for the problems, and how that compares with the fastest that was timed."""
-    tile, said, measured = report.tile, list[str](), problems[0].provenance == MEASURED
-    if len(problems) == 1:
-        return _served_alone(problems[0])
-    of_tile = [each.schedule for one in problems if (each := one.explained) and tile and {*tile} <= {*each.schedule}]
-    counts = Counter(tile_text((each.number(tile[0]), each.number(tile[1]))) for each in of_tile).most_common()
-    if counts:
-        (first, number), *others = counts
-        more = [f"{each} for {times}" for each, times in others]
-        said.append(
-            f"{_sentence(f'{_unit(report)[1]} {first} is served for {number}')[:-1]} of {len(problems)} problems"
-        )
-        said = [f"{joined([*said, *more])}."]
+def _tiles_served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+    """For how many of several problems each tile is served."""
+    found = [each.schedule for one in problems if (each := one.explained) and {*report.tile} <= {*each.schedule}]
+    if len(problems) < 2 or not found or not report.tile:
+        return []
+    counts = Counter(tile_text((each.number(report.tile[0]), each.number(report.tile[1]))) for each in found)
+    (first, number), *others = counts.most_common()
+    most = _sentence(f"{_unit(report)[1]} {first} is served for {number} of {len(problems)} problems")[:-1]
+    return [f"{joined([most, *(f'{each} for {times}' for each, times in others)])}."]
+
+
+def _served(problems: Sequence[ProblemReport]) -> list[str]:
+    """How what `explain` serves compares with the fastest that was timed."""
+    measured, said = problems[0].provenance == MEASURED, list[str]()
     apart = [one for one in problems if one.serves is None]
     faster = [one for one in problems if one.faster]
     longest = [one for one in problems if one.serves and one.leader is not one.serves and not one.faster]
@@ -266,6 +267,10 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     if most > drop:
         said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
         said += "" if len(worst) == len(second) else f" ({_median(worst)})"
+    if not measured:
+        apart = [one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None and one.error]
+        which = f" The two differ by more than the model's error for {sum(apart)} of {plural(len(apart), 'problem')}."
+        return f"{where}, the second best {unit} {takes} {said}.{which if apart else ''}"
     if len(second) < FEWEST_PROBLEMS:
         return f"{where}, the second best {unit} {takes} {said}."
     if drop > AS_GOOD:

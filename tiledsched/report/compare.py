@@ -14,7 +14,7 @@ from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.store.evidence import timed_as_now
 
-VERDICTS = ("slower", "undecided", "faster", "same")
+VERDICTS = ("slower", "tied", "faster", "same")
 """Verdicts on B against A, in the order in which they are reported."""
 ESTIMATED = "estimated"
 """Stands for the verdict where a side is an estimate of the performance model, which nobody measured: it decides nothing."""
@@ -63,6 +63,8 @@ class KnownTime:
     """The GPU; None for a report, whose files name it only, and for an estimate."""
     conditions: Conditions | None = None
     """Clocks and the way of timing; None where `gpu` is None."""
+    ties: frozenset[str] = frozenset()
+    """Ids of schedules that the tune could not tell apart from this one."""
     modelled: bool = False
     """Whether the time is an estimate of the performance model. Its interval is then only its median."""
 
@@ -136,6 +138,8 @@ class Compared:
     """One of VERDICTS, or ESTIMATED."""
     old_winner: KnownTime | None = None
     """B's time of the schedule that was A's best, where the two have different ones and B timed both."""
+    new_winner: KnownTime | None = None
+    """A's time of the schedule that is B's best, where A timed both."""
 
     @property
     def one_measurement(self) -> bool:
@@ -143,20 +147,28 @@ class Compared:
         return _one_measurement(self.a, self.b)
 
     @property
-    def winner_changed(self) -> bool:
-        """Whether the two sides have different best schedules."""
-        return self.a.schedule_id != self.b.schedule_id
-
-    @property
-    def winner_tied(self) -> bool:
-        """Whether B's best is another one than A's, and yet B cannot tell the two apart."""
-        old = self.old_winner if self.winner_changed else None
-        return old is not None and old.timing.ci_low_us <= self.b.timing.ci_high_us
-
-    @property
     def same_program(self) -> bool:
         """Whether both times are of the same machine code. What differs then is the GPU or the day, not the program."""
         return bool(self.a.fingerprint) and self.a.fingerprint == self.b.fingerprint
+
+    @property
+    def winner_differs(self) -> bool:
+        """Whether the two best schedules differ in a knob that is not at its usual value, and in their machine code. The ids of
+        equal schedules differ where one was written before the kernel had all knobs of today."""
+        return self.a.schedule != self.b.schedule and not self.same_program
+
+    @property
+    def winner_tied(self) -> bool:
+        """Whether the two best schedules differ, and A or B cannot tell them apart."""
+        timed = ((self.a, self.new_winner), (self.b, self.old_winner))
+        overlap = any(other and other.timing.ci_low_us <= best.timing.ci_high_us for best, other in timed)
+        tied = overlap or self.a.schedule_id in self.b.ties or self.b.schedule_id in self.a.ties
+        return self.winner_differs and tied
+
+    @property
+    def winner_changed(self) -> bool:
+        """Whether B has another best schedule than A, and no tie."""
+        return self.winner_differs and not self.winner_tied
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
@@ -169,6 +181,7 @@ class Compared:
             "ratio_low": self.low,
             "ratio_high": self.high,
             "winner_changed": self.winner_changed,
+            "winner_tied": self.winner_tied,
             "same_program": self.same_program,
             **{f"a_{name}": value for name, value in a.items() if name not in shared},
             **{f"b_{name}": value for name, value in b.items() if name not in shared},
@@ -185,10 +198,6 @@ class Comparison:
     """Name of side B."""
     rows: tuple[Compared, ...]
     """One row for each problem: slower ones first, the most slower at the top."""
-    only_a: tuple[KnownTime, ...]
-    """Times of problems that only A knows."""
-    only_b: tuple[KnownTime, ...]
-    """Times of problems that only B knows."""
     drift: tuple[float, ...]
     """B's time over A's for each program that both measured. The machine code is the same, so this is how the sessions
     differ.
@@ -219,14 +228,16 @@ class Comparison:
         """Whether any problem is slower by more than the threshold."""
         return any(row.verdict == "slower" for row in self.rows)
 
+    def only(self, side: str) -> list[KnownTime]:
+        """Times of problems that only A or only B knows."""
+        return [one for name, one, _ in self.unpaired if name == side]
+
     def line(self) -> str:
         """The whole comparison in one line, for logs of CI."""
         counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
         slowest = max(self.rows, key=lambda row: row.ratio, default=None)
         worst = f"; worst {slowest.ratio - 1:+.1%} ({slowest.b.problem})" if slowest else ""
-        only = "".join(
-            f", {len(found)} only in {name}" for name, found in (("A", self.only_a), ("B", self.only_b)) if found
-        )
+        only = "".join(f", {len(found)} only in {name}" for name in "AB" if (found := self.only(name)))
         return f"{counts}{only}{worst}; threshold {self.threshold:.1%}: {'FAIL' if self.regressed else 'ok'}"
 
     def to_json(self) -> dict[str, Any]:
@@ -242,8 +253,8 @@ class Comparison:
             "regressed": self.regressed,
             "line": self.line(),
             "rows": [row.to_json() for row in self.rows],
-            "only_a": [one.problem for one in self.only_a],
-            "only_b": [one.problem for one in self.only_b],
+            "only_a": [one.problem for one in self.only("A")],
+            "only_b": [one.problem for one in self.only("B")],
         }
 
 
@@ -294,34 +305,35 @@ def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
     elif not {key[ON_ANY_GPU:] for key in known[0]} & {key[ON_ANY_GPU:] for key in known[1]}:
         width = ON_ANY_GPU
     first, second = (_fastest(side.values(), width) for side in known)
-    timed = {(key[:width], one.device, one.schedule_id): one for (key, _), one in b.programs.items()}
-    rows = [
-        replace(
-            judged(first[key], second[key], threshold),
-            old_winner=timed.get((key, second[key].device, first[key].schedule_id)),
-        )
-        for key in first
-        if key in second
-    ]
+    in_a, in_b = (_schedules(side, width) for side in (a, b))
+
+    def row(key: Key) -> Compared:
+        found = judged(first[key], second[key], threshold)
+        if not found.winner_differs:
+            return found
+        there, before = (key, found.b.device, found.a.schedule), (key, found.a.device, found.b.schedule)
+        return replace(found, old_winner=in_b.get(there), new_winner=in_a.get(before))
+
+    rows = [row(key) for key in first if key in second]
     rows.sort(key=lambda row: ((*VERDICTS, ESTIMATED).index(row.verdict), -row.ratio, row.b.problem))
     others = {(key[:width], program): one for (key, program), one in b.programs.items()}
     both = [(one, others.get((key[:width], program))) for (key, program), one in a.programs.items()]
-    drift = [b.us / a.us for a, b in both if b is not None and a.fingerprint and not _one_measurement(a, b)]
-    only_a = tuple(one for key, one in first.items() if key not in second)
-    only_b = tuple(one for key, one in second.items() if key not in first)
     return Comparison(
         a=a.name,
         b=b.name,
         rows=tuple(rows),
-        drift=tuple(drift),
+        drift=tuple(b.us / a.us for a, b in both if b and a.fingerprint and not _one_measurement(a, b)),
         threshold=threshold,
-        only_a=only_a,
-        only_b=only_b,
         unpaired=(
-            *(("A", one, why_unpaired(one, "B", b)) for one in only_a),
-            *(("B", one, why_unpaired(one, "A", a)) for one in only_b),
+            *(("A", one, why_unpaired(one, "B", b)) for key, one in first.items() if key not in second),
+            *(("B", one, why_unpaired(one, "A", a)) for key, one in second.items() if key not in first),
         ),
     )
+
+
+def _schedules(side: Side, width: int) -> dict[tuple[Key, str, str], KnownTime]:
+    """The times of a side by the first parts of their key, GPU and schedule."""
+    return {(key[:width], one.device, one.schedule): one for (key, _), one in side.programs.items()}
 
 
 def _fastest(known: Iterable[KnownTime], width: int) -> dict[Key, KnownTime]:
@@ -357,10 +369,11 @@ def why_unpaired(one: KnownTime, name: str, other: Side) -> str:
 
 
 def judged(a: KnownTime, b: KnownTime, threshold: float) -> Compared:
-    """Compare two times of one problem: is B slower, faster, the same within `threshold`, or is it undecided?
+    """Compare two times of one problem: is B slower, faster, the same within `threshold`, or are the two tied?
 
     The two medians are independent: their relative 95% half-widths add in quadrature. Slower and faster are what lies beyond the
-    threshold and whose two intervals are apart; the same is what lies within the threshold with its whole interval.
+    threshold and whose two intervals are apart; the same is what lies within the threshold with its whole interval. Tied is the
+    rest: the two intervals overlap, or the ratio lies within the threshold and its interval does not.
     """
     ratio = b.us / a.us
     if a.modelled or b.modelled:
@@ -375,7 +388,7 @@ def judged(a: KnownTime, b: KnownTime, threshold: float) -> Compared:
         "faster": ratio < 1 / limit and b.timing.ci_high_us < a.timing.ci_low_us,
         "same": high <= limit and low >= 1 / limit,
     }
-    verdict = next((name for name, holds in verdicts.items() if holds), "undecided")
+    verdict = next((name for name, holds in verdicts.items() if holds), "tied")
     return Compared(a=a, b=b, ratio=ratio, low=low, high=high, verdict=verdict)
 
 
@@ -391,5 +404,5 @@ def _one_measurement(a: KnownTime, b: KnownTime) -> bool:
 
 
 def rows_to_show(comparison: Comparison, *, everything: bool = False) -> Sequence[Compared]:
-    """The rows worth looking at: all except problems that are the same and have the same winner."""
+    """The rows worth looking at: all except problems that are the same and have the same or a tied winner."""
     return [row for row in comparison.rows if everything or row.verdict != "same" or row.winner_changed]

@@ -16,6 +16,7 @@ from tiledsched.report.comparison_text import (
     label_of,
     reasons_of,
     side_facts,
+    unlike_in_a,
     verdict_of,
 )
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
@@ -29,7 +30,7 @@ VERDICTS = {
     "slower": ("slower", RED, (1, 0)),
     "faster": ("faster", BLUE, (1, 0)),
     "same": ("the same", GREY, (1, 0)),
-    "undecided": ("cannot be told apart", GREY, (4, 3)),
+    "tied": ("a tie", GREY, (4, 3)),
     ESTIMATED: ("estimated", ORANGE, (2, 2)),
 }
 """How each verdict is called and drawn: its name, colour and dashes."""
@@ -74,7 +75,7 @@ def comparison_blocks(found: Comparison) -> list[Block]:
     for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
         blocks += _times([row for row in found.rows if row.verdict == verdict], title, found)
     blocks += _winners(found)
-    blocks += _times([row for row in found.rows if row.verdict == "undecided"], "What cannot be told apart", found)
+    blocks += _times([row for row in found.rows if row.verdict == "tied"], "What is a tie", found)
     blocks += _times([row for row in found.rows if row.verdict == ESTIMATED], "All problems", found)
     blocks += _unpaired(found)
     if drift := drift_of(found):
@@ -101,7 +102,7 @@ def _caption(found: Comparison) -> str:
     text += (
         "The bar at its end is the 95% interval of that ratio. "
         f"Slower and faster are differences of more than {found.threshold * 100:g}% whose two 95% intervals are apart; the same "
-        f"is what surely differs by less; a dashed line is undecided."
+        "is what surely differs by less; all else is a tie, and dashed."
     )
     return text + (f" {left} of the problems are not drawn: both sides hold the very same measurement." if left else "")
 
@@ -119,7 +120,7 @@ def slopes(found: Comparison) -> Spec:
             "b": _time(row.b),
             "change": _change(row),
             "was": row.a.schedule,
-            "now": row.b.schedule if row.winner_changed else "the same schedule",
+            "now": row.b.schedule if row.winner_differs else "the same schedule",
         }
         for row in reversed(drawn_rows(found))
     ]
@@ -180,21 +181,9 @@ def slopes(found: Comparison) -> Spec:
             },
         },
     ]
-    # Short lines, which also fit a narrow page.
-    sides = [f"A: {_shortened(found.a)}", f"B: {_shortened(found.b)}", *_sides_of(found.rows)]
+    facts = [f"{side}: {_shortened(text, 90)}" for side, text in side_facts(found)]
     whole = chart(values, {"width": "container", "layer": layers}, height=380)
-    return titled(whole, f"Time of {plural(len(values), 'problem')} in B against A", *sides)
-
-
-def _sides_of(rows: Sequence[Compared]) -> list[str]:
-    """Where and when the two sides were measured, or that they are estimates; both in one line where they are alike."""
-    facts = []
-    for taken in ([row.a for row in rows], [row.b for row in rows]):
-        names = ", ".join(sorted({one.arch if one.modelled else one.device for one in taken}))
-        facts.append(f"{'estimated for' if any(one.modelled for one in taken) else 'measured on'} {names}")
-    days = sorted(f"{one.when:%Y-%m-%d}" for row in rows for one in (row.a, row.b) if one.when)
-    where = facts[:1] if facts[0] == facts[1] else [f"{name} {text}" for name, text in zip("AB", facts, strict=True)]
-    return [*where, *([f"{days[0]} to {days[-1]}"] if days else [])]
+    return titled(whole, f"Time of {plural(len(values), 'problem')} in B against A", *facts)
 
 
 def _ticks(values: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -235,30 +224,35 @@ def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Bloc
 
 
 def _winners(found: Comparison) -> list[Block]:
-    """The problems whose best schedule changed, with what keeping the old one costs in B."""
-    rows = [row for row in found.rows if row.winner_changed and row.verdict != ESTIMATED]
+    """The problems whose best schedules differ, with what keeping the old one costs in B."""
+    rows = [row for row in found.rows if row.winner_differs and row.verdict != ESTIMATED]
     if not rows:
         return []
     text = (
         "The best schedule in B is another one than in A. The last column says whether B is slower or faster, and how much "
-        "longer A's best schedule takes in B than B's best. A tie means that the two 95% intervals overlap: either may be served."
+        "longer A's best schedule takes in B than B's best. A tie means that A or B measured both and their 95% intervals "
+        "overlap, or that a tune called them tied: either may be served."
     )
     cells = [
         (label_of(row.b, found), _schedules(row), f"{VERDICTS[row.verdict][0]}; {_cost_of_old_winner(row)}")
         for row in rows
     ]
-    head = ("problem", "best in A, in B", "B is; A's best in B is")
-    return [_heading("Which problems changed their winner", rows), Paragraph(text=text), Table(head=head, rows=cells)]
+    head = ("problem", "best in B, and what A's has in its place", "B is; A's best in B is")
+    return [
+        _heading("Which problems have another best schedule", rows),
+        Paragraph(text=text),
+        Table(head=head, rows=cells),
+    ]
 
 
 def _schedules(row: Compared) -> str:
-    return f"{code(row.a.schedule)}, {code(row.b.schedule) if row.winner_changed else 'the same'}"
+    return f"{code(row.b.schedule)}; A: {code(unlike_in_a(row)) if row.winner_differs else 'the same'}"
 
 
 def _cost_of_old_winner(row: Compared) -> str:
-    if row.old_winner is None:
-        return "not timed in B"
-    return "a tie" if row.winner_tied else f"{excess(row.old_winner.us / row.b.us)} longer"
+    if row.winner_tied:
+        return "a tie"
+    return f"{excess(row.old_winner.us / row.b.us)} longer" if row.old_winner else "not timed in B"
 
 
 def _unpaired(found: Comparison) -> list[Block]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import data_files
+from tiledsched.core import data_files, registry
 from tiledsched.core.device import arch_named
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
-from tiledsched.core.files import from_csv_cell, read_bounded
+from tiledsched.core.files import check_plain, from_csv_cell, read_bounded
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -32,6 +33,8 @@ TABLES = (".json", ".json.xz")
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?)?")
 BEFORE, AFTER = "before", "after"
 """Selectors of what was known before the last run of a database began, and of all that is known since."""
+NEEDED = ("arch", "device", "regime", "provenance", "problem_id", "schedule_id", "median_us", "ci_low_us", "ci_high_us")
+"""Columns of a report's schedules.csv."""
 VERSION = re.compile(r"\d+\.\d+(\.\d+)*")
 ACCEPTED = (
     "a database, a table or landscape file, a folder of them, a report's folder, `shipped`, or of your database a device, "
@@ -221,49 +224,36 @@ def _end(measurements: Sequence[StoredMeasurement], selector: str) -> datetime |
 
 
 def _of_stored(stored: StoredMeasurement) -> KnownTime:
-    one, compiler = stored.measurement, stored.toolchain.tileiras
-    return _known(stored.kernel, one.problem, one.schedule, one.fingerprint, compiler, one.regime, stored.summary)
+    one = stored.measurement
+    return _known(one, stored.summary, compiler=stored.toolchain.tileiras, regime=one.regime)
 
 
 def _of_entry(entry: Entry) -> KnownTime:
     """The time of what is served: measured, or where it is not, the model's estimate."""
-    taken, estimate = entry.measurement, (entry.arch, entry.model_us or 0.0)
-    regime = entry.regime if taken else ""
-    return _known(
-        entry.kernel, entry.problem, entry.schedule, entry.fingerprint, entry.compiler, regime, taken, estimate
-    )
+    regime = entry.regime if entry.measurement else ""
+    ties = frozenset(tie.id for tie in entry.ties)
+    return _known(entry, entry.measurement, compiler=entry.compiler, regime=regime, ties=ties)
 
 
-def _known(
-    kernel: str,
-    problem: Problem,
-    schedule: Schedule,
-    fingerprint: str,
-    compiler: str,
-    regime: str,
-    taken: MeasurementSummary | None,
-    estimate: tuple[str, float] = ("", 0.0),
-) -> KnownTime:
-    """A measured time, or an estimate of (arch, microseconds) where `taken` is None."""
-    arch, us = (taken.device.arch, taken.median_us) if taken else estimate
+def _known(one: Any, taken: MeasurementSummary | None, **more: Any) -> KnownTime:
+    """The time of a measurement or an entry: measured, or, where `taken` is None, the entry's estimate."""
+    us = taken.median_us if taken else one.model_us or 0.0
     low, high = (taken.ci_low_us, taken.ci_high_us) if taken else (us, us)
     return KnownTime(
-        kernel=kernel,
-        arch=arch,
+        arch=taken.device.arch if taken else one.arch,
         device=taken.device.name if taken else "",
-        regime=regime,
-        **_named(problem),
-        schedule_id=schedule.id,
-        schedule=schedule.short(),
-        accum_mode=str(schedule.get("accum_mode", "fp32")),
-        fingerprint=fingerprint,
+        **_named(one.problem),
+        schedule_id=one.schedule.id,
+        schedule=one.schedule.short(),
+        accum_mode=str(one.schedule.get("accum_mode", "fp32")),
+        fingerprint=one.fingerprint,
         timing=Timing(median_us=us, ci_low_us=low, ci_high_us=high),
         uid=taken.uid if taken else "",
-        compiler=compiler,
         when=taken.created_at if taken else None,
         gpu=taken.device if taken else None,
         conditions=taken.conditions if taken else None,
         modelled=taken is None,
+        **more,
     )
 
 
@@ -273,29 +263,18 @@ def _named(problem: Problem) -> dict[str, Any]:
         words = format_problem(problem)
     except TiledschedError:  # of a kernel that is not here
         words = ""
-    return {"problem_id": problem.id, "problem": str(problem), "words": words}
+    return {"kernel": problem.kernel, "problem_id": problem.id, "problem": str(problem), "words": words}
 
 
 def _of_report(path: Path) -> list[KnownTime]:
     """The rows of a report's schedules.csv, measured and modelled."""
     try:
-        text = io.StringIO(read_bounded(path).decode("utf-8"), newline="")
+        text = io.StringIO(check_plain(path, read_bounded(path)).decode("utf-8"), newline="")
         rows = [[*map(from_csv_cell, cells)] for cells in csv.reader(text)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatabaseError(f"cannot read {path}: {error}") from error
     head = rows[0] if rows else []
-    needed = (
-        "arch",
-        "device",
-        "regime",
-        "provenance",
-        "problem_id",
-        "schedule_id",
-        "median_us",
-        "ci_low_us",
-        "ci_high_us",
-    )
-    if lacking := next((name for name in needed if name not in head), ""):
+    if lacking := next((name for name in NEEDED if name not in head), ""):
         raise DatabaseError(
             f"{path} has no column {lacking}: it is no schedules.csv of a report; write it anew with "
             "`tiledsched report`"
@@ -317,17 +296,15 @@ def _of_report(path: Path) -> list[KnownTime]:
             raise DatabaseError(
                 f"{path}:{number}: a median of {us} in an interval from {low} to {high} is no measurement"
             )
+        named = _named_in(row["problem_id"], tuple((name, row[name]) for name in fields if row[name]))
         found.append(
             KnownTime(
-                kernel="",
                 arch=row["arch"],
                 device="" if modelled else row["device"],
                 regime="" if modelled else row["regime"],
-                problem_id=row["problem_id"],
-                problem=" ".join(f"{name}={row[name]}" for name in fields if row[name]),
-                words="",
+                **named,
                 schedule_id=row["schedule_id"],
-                schedule=_schedule({name: row[name] for name in knobs if row[name]}),
+                schedule=Schedule(_values((name, row[name]) for name in knobs if row[name])).short(),
                 accum_mode=row.get("accum_mode") or "fp32",
                 fingerprint=row.get("fingerprint", ""),
                 timing=Timing(median_us=us, ci_low_us=low, ci_high_us=high),
@@ -338,17 +315,30 @@ def _of_report(path: Path) -> list[KnownTime]:
     return found
 
 
-def _schedule(cells: Mapping[str, str]) -> str:
-    """The schedule as people read it, from the cells of its knobs."""
-    values = {
-        name.removeprefix("knob_"): text == "true"
+@functools.lru_cache(maxsize=4096)
+def _named_in(problem_id: str, cells: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """The names of a problem of a report, whose files do not name the kernel: it is the shipped one whose problem has this id.
+    Where there is none, the values are the name.
+    """
+    values = _values(cells)
+    for name in registry.SHIPPED:
+        with contextlib.suppress(TiledschedError):
+            problem = registry.problem_from_json({"kernel": name, **values})
+            if problem.id == problem_id:
+                return {"kernel": name, **_named(problem)}
+    return {"kernel": "", "problem_id": problem_id, "problem": " ".join(map("=".join, cells)), "words": ""}
+
+
+def _values(cells: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Fields or knobs from the cells of a report, under the names that are theirs."""
+    return {
+        name.removeprefix("knob_").removeprefix("problem_"): text == "true"
         if text in ("true", "false")
         else int(text)
         if text.isdecimal()
         else text
-        for name, text in cells.items()
+        for name, text in cells
     }
-    return Schedule(values).short()
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:

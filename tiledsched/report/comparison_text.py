@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from tiledsched.core.text import percent, plural
+from tiledsched.core.text import joined, percent, plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.report.compare import Compared, Comparison, KnownTime
 
+ONE = {"are": "is", "have": "has", "hold": "holds"}
 LONG = 32
 """A longer name, such as a path, does not stand in sentences: there the side is A or B."""
 
@@ -43,17 +45,22 @@ def verdict_of(found: Comparison) -> str:
     devices = {taken.device for row in rows for taken in (row.a, row.b)}
     where = f"On {devices.pop()}, " if len(devices) == 1 else ""
     head = " and ".join(parts) or f"neither slower nor faster than {a} for any of {total}"
-    same = sum(row.verdict == "same" for row in again)
-    undecided = sum(row.verdict == "undecided" for row in again)
-    winners, tied = sum(row.winner_changed for row in rows), sum(row.winner_tied for row in rows)
-    old = f" (for {tied} of them B cannot tell the old one from it)" if tied else ""
-    rest = [
-        *([f"{same} {'is' if same == 1 else 'are'} the same within {found.threshold * 100:g}%"] if same else []),
-        *([f"{undecided} cannot be told apart"] if undecided else []),
-        *([f"for {len(rows) - len(again)} both hold the very same measurement"] if len(rows) > len(again) else []),
-    ]
-    changed = f"{winners or 'none'} {'has' if winners == 1 else 'have'} another winner{old}"
-    return f"{where}{b} is {head}; {', '.join([*rest, f'and {changed}' if rest else changed])}."
+    counts = Counter(row.verdict for row in again)
+    changed, ties = (sum(getattr(row, name) for row in rows) for name in ("winner_changed", "winner_tied"))
+    rest = {
+        f"are the same within {found.threshold * 100:g}%": counts["same"],
+        "are tied": counts["tied"],
+        "hold the very same measurement on both sides": len(rows) - len(again),
+        "have another winner": changed or "none",
+        "have two winners that are tied": ties,
+    }
+    said = [_one(f"{count} {words}") for words, count in rest.items() if count]
+    return f"{where}{b} is {head}; {joined(said)}."
+
+
+def _one(words: str) -> str:
+    """Words about a count, with the verb in the singular where it is one."""
+    return re.sub("^1 (are|have|hold)", lambda found: f"1 {ONE[found[1]]}", words)
 
 
 def excess(ratio: float) -> str:
@@ -105,6 +112,25 @@ def _throttling(taken: KnownTime, seen_mhz: Mapping[str, int]) -> str:
     if taken.conditions is None or taken.gpu is None:
         return ""
     return describe_throttling(taken.conditions, taken.gpu, taken.regime, seen_mhz.get(taken.device, 0))
+
+
+def unlike_in_a(row: Compared) -> str:
+    """What A's best schedule has in place of B's knobs: `64x64 occ=2`, and `without latK` where it leaves `latK` at its usual
+    value.
+    """
+    a, b = ({_knob(word): word for word in one.schedule.split()} for one in (row.a, row.b))
+    usual = [knob for knob in b if knob not in a]
+    has = [
+        *(word for knob, word in a.items() if b.get(knob) != word),
+        *(each for each in usual if b[each][:3] == "no_"),
+    ]
+    without = joined(each for each in usual if each not in has)
+    return ", ".join(filter(None, [" ".join(has), without and f"without {without}"]))
+
+
+def _knob(word: str) -> str:
+    """The knob of a word of an abbreviated schedule; a tile, such as 128x64, is one."""
+    return "tile" if word[0].isdigit() else word.partition("=")[0].removeprefix("no_")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.text import tile_text
-from tiledsched.report.analysis import size_regime
 from tiledsched.report.effects import value_effects
 from tiledsched.report.records import MEASURED, MODELLED, Report, Section
 from tiledsched.report.rules import rules_of
@@ -81,14 +80,12 @@ def schedules_csv(report: Report) -> str:
 
 
 def sensitivity_csv(report: Report) -> str:
-    """One row for each problem, and one for each regime of sizes: best tile, runner-up tile, and the drop between them."""
+    """One row for each problem: its best tile, the second one, and what the others cost."""
     accum = _accum_column(report)
-    first = ["arch", "device", "provenance", "scope"]
+    first = ["arch", "device", "provenance"]
     last = [
         *accum,
-        "size_regime",
-        "sizes",
-        "problems",
+        "size",
         "problem_id",
         "best_tile",
         "runner_up_tile",
@@ -103,12 +100,9 @@ def sensitivity_csv(report: Report) -> str:
         rows += [
             {
                 "device": one.device_name,
-                "scope": "problem",
                 **dict(zip(shared, one.shared, strict=True)),
                 **dict.fromkeys(accum, one.accum_mode),
-                "size_regime": size_regime(one.size),
-                "sizes": one.size,
-                "problems": 1,
+                "size": one.size,
                 "problem_id": one.problem.id,
                 "best_tile": tile_text(one.tiles[0].tile),
                 "runner_up_tile": one.second_tile and tile_text(one.second_tile.tile),
@@ -116,21 +110,6 @@ def sensitivity_csv(report: Report) -> str:
             }
             for one in section.problems
             if one.tiles
-        ]
-        rows += [
-            {
-                "device": line.device_name,
-                "scope": "regime",
-                **dict(zip(shared, line.shared, strict=True)),
-                **dict.fromkeys(accum, line.accum_mode),
-                "size_regime": line.regime,
-                "sizes": " ".join(map(str, line.sizes)),
-                "problems": line.problems,
-                "best_tile": tile_text(line.best),
-                "runner_up_tile": tile_text(line.runner_up),
-                **_drops(section, line.drop, line.spread),
-            }
-            for line in section.sensitivity
         ]
     return _csv([*first, *shared, *last], [{"arch": report.arch, **row} for row in rows])
 

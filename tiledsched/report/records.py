@@ -364,32 +364,6 @@ class ProblemReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileSensitivity:
-    """What the choice of tile is worth in one regime of sizes."""
-
-    device_name: str
-    """Name of the GPU; empty where modelled."""
-    shared: tuple[Any, ...]
-    """What its problems share: a value for each of `Axes.shared`."""
-    accum_mode: str
-    """fp32 or fp16 accumulators."""
-    regime: str
-    """short, medium or long."""
-    sizes: tuple[int, ...]
-    """The sizes that are joined, along the first of the kernel's axes."""
-    problems: int
-    """How many problems are joined."""
-    best: Tile
-    """The tile whose best schedule has the least time, by geometric mean over the problems."""
-    runner_up: Tile
-    """The best other tile."""
-    drop: float
-    """Mean time of the runner-up over that of the best, minus 1."""
-    spread: float
-    """Mean time of the worst tile over that of the best, minus 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Section:
     """All measured problems, or all modelled ones. Measured and modelled times never share a section."""
 
@@ -397,8 +371,6 @@ class Section:
     """measured or modelled."""
     problems: tuple[ProblemReport, ...]
     """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
-    sensitivity: tuple[TileSensitivity, ...]
-    """What the choice of tile is worth, for each group of problems and each regime of sizes."""
     interactions: tuple[Interaction, ...] = ()
     """Knobs that depend on each other, over all problems; empty where modelled."""
 

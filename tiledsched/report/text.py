@@ -9,14 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core.device import PRODUCTS
+from tiledsched.core.device import describe_gpus
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT
-from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short, tile_text
+from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short
 from tiledsched.report import charts
 from tiledsched.report.analysis import few_schedules
 from tiledsched.report.answer import answer, next_step, target_of
-from tiledsched.report.axes import Axes, cell, show
+from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
     interactions_csv,
     knobs_csv,
@@ -28,15 +28,7 @@ from tiledsched.report.csv_files import (
 )
 from tiledsched.report.document import Block, Chart, Explorer, ExplorerCase, Heading, Paragraph, Table, write_document
 from tiledsched.report.first_screen import facts, lead, name_of, next_of, opened_on, shown_problems, status
-from tiledsched.report.records import (
-    MEASURED,
-    DeviceConditions,
-    Interaction,
-    ProblemReport,
-    Report,
-    Section,
-    TileSensitivity,
-)
+from tiledsched.report.records import MEASURED, DeviceConditions, Interaction, ProblemReport, Report, Section
 from tiledsched.report.rules import rules_of
 from tiledsched.report.vega import Spec
 from tiledsched.report.views import (
@@ -111,15 +103,8 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
 
 
 def _title(reports: Sequence[Report]) -> str:
-    return (
-        f"How much the schedule of {reports[0].kernel} matters on {' and '.join(_where(report) for report in reports)}"
-    )
-
-
-def _where(report: Report) -> str:
-    """The GPUs that were measured, or else the usual one of the arch."""
-    names = sorted({one.device_name for one in report.measured.problems}) or [*PRODUCTS.get(report.arch, ())][:1]
-    return f"{', '.join(names)} ({report.arch})" if names else report.arch
+    where = [describe_gpus(each.arch, (one.device_name for one in each.measured.problems)) for each in reports]
+    return f"How much the schedule of {reports[0].kernel} matters on {' and '.join(where)}"
 
 
 def _explorer(reports: Sequence[Report]) -> list[Block]:
@@ -330,21 +315,6 @@ def _section(section: Section, report: Report, after: str) -> list[Block]:
         blocks += [Heading(text=report.group_text(group[0]), level=3), _best_table(group, report)]
     blocks += _rules(section, report, after)
     blocks += _few(explored(section.problems), after)
-    axes, tile = report.axes, " x ".join(report.tile_knobs or ())
-    # The form of Table 4 of TiledAttention: what the choice of tile is worth, by size.
-    blocks += _part(
-        f"Best and second best tile by size{after}",
-        (
-            "problems",
-            axes.swept_title,
-            "best tile",
-            f"second best takes longer by ({section.provenance})",
-            "worst takes longer by",
-        ),
-        (_sensitivity_row(line, axes) for line in section.sensitivity),
-        f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "
-        f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above.",
-    )
     if section.interactions:
         blocks += [
             Heading(text=f"Knobs that depend on each other{after}", folded=True),
@@ -394,36 +364,22 @@ def _rules(section: Section, report: Report, after: str) -> list[Block]:
     """For which problems each value of a knob is good."""
     return _part(
         f"For which problems a value is good{after}",
-        ("rule", "problems", "right for", "one value for all right for", "saves"),
+        ("rule", "right for", "saves"),
         (
-            (rule.text, str(rule.problems), str(rule.right), str(rule.constant_right), percent_cell(rule.saved))
+            (
+                rule.text,
+                f"{rule.right} of {rule.problems}, one value for all {rule.constant_right}",
+                percent_cell(rule.saved),
+            )
             for rule in rules_of(section.problems, report.tile)
         ),
         "A value is good for a problem if the best program with it takes at most 1% longer than the best of all (of estimates: "
         "longer by at most the model's error), or cannot be told apart from it. The winners of all searches count. A rule is "
-        "right for a problem if the value it names is good there. It is judged on problems that it was made without, a tenth "
+        "right for a problem if the value it names is good there. It is judged on problems that it was made without, a fifth "
         "at a time. One value for all is the one that is good for most. A knob has no rule where chance may have made it, or "
         "where its values differ by no more than noise. `saves` is how much less time the rule's value takes than the one "
         "value for all, where the two differ and many programs of the problem were timed.",
     )
-
-
-def _sensitivity_row(line: TileSensitivity, axes: Axes) -> tuple[str, ...]:
-    words = [f"{title}={show(value)}" for title, value in zip(axes.titles.values(), line.shared, strict=True)]
-    accum = [f"{line.accum_mode} accumulators"] if line.accum_mode != "fp32" else []
-    return (
-        ", ".join([*words, *accum, *([line.device_name] if line.device_name else [])]),
-        f"{line.regime}: {', '.join(map(str, line.sizes))}",
-        tile_text(line.best),
-        f"{tile_text(line.runner_up)}: {percent_cell(line.drop)}",
-        percent_cell(line.spread),
-    )
-
-
-INTERACTIONS = (
-    "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
-    "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
-)
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:
@@ -442,6 +398,12 @@ def interactions_table(found: Sequence[Interaction]) -> Table:
             for one in found
         ),
     )
+
+
+INTERACTIONS = (
+    "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
+    "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
+)
 
 
 def _regimes(report: Report, after: str) -> list[Block]:

@@ -20,7 +20,7 @@ import numpy
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.blame import first_line
 from tiledsched.core.errors import MeasureError, UnsupportedError
-from tiledsched.core.extras import installing
+from tiledsched.core.extras import required
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Method, RivalCase
 from tiledsched.measure.driver_timeout import asked
@@ -98,15 +98,14 @@ class TorchHarness:
         own: computes a problem by our own kernel; see :func:`tiledsched.rivals.methods.make_case`.
 
     Raises:
-        MeasureError: torch or CuPy is missing, or torch sees no CUDA device.
+        MissingPackageError: torch or CuPy is missing.
+        MeasureError: torch sees no CUDA device.
     """
 
     def __init__(self, *, verify: bool = False, own: Callable[..., Any] = our_kernel_is_missing) -> None:
-        try:
+        with required():
             import cupy
             import torch
-        except ImportError as error:
-            raise MeasureError(f"{error.name} is not installed; run: {installing('gpu')}") from error
         if not torch.cuda.is_available():
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
         self._torch, self._cupy, self._verify, self._own = torch, cupy, verify, own

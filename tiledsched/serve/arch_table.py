@@ -65,10 +65,13 @@ class ArchTable:
         """Entries that no device measured."""
         self.measured: list[Entry] = []
         """All other entries."""
+        self.problems: set[Problem] = set()
+        """The problems of all entries."""
         self._by_problem: dict[Problem, list[Entry]] = defaultdict(list)
         self._by_kind: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
         self._gated: dict[Schedule, list[Problem]] = defaultdict(list)
         for entry in self._usable():
+            self.problems.add(entry.problem)
             if entry.provenance not in MEASURED_PROVENANCES:
                 self.modelled.append(entry)
                 continue
@@ -123,7 +126,7 @@ class ArchTable:
             if similarity.kind(entry.problem) == kind and similarity.distance(entry.problem, problem) == 0
         }
         other = copy.copy(self)
-        other.spills = spills
+        other.spills, other.problems = spills, self.problems - equal
         other.modelled = [entry for entry in self.modelled if entry.problem not in equal]
         other.measured = [entry for entry in self.measured if entry.problem not in equal]
         other._by_kind = self._by_kind | {kind: [entry for entry in self.alike(problem) if entry.problem not in equal]}

@@ -23,7 +23,7 @@ from typing import Any
 
 from tiledsched.core import config
 from tiledsched.core.config import Settings, configure
-from tiledsched.core.errors import DeclarationError
+from tiledsched.core.errors import ConfigError, DeclarationError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.store.captured_calls import ENDING, VERSION, seen_folder
@@ -47,6 +47,8 @@ class capture(configure):  # noqa: N801
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        if not isinstance(folder, (str, os.PathLike, type(None))):
+            raise ConfigError(f"capture takes a folder, not {folder!r:.80}; write: with tiledsched.capture(): call()")
         super().__init__(capture="1" if folder is None else os.fspath(folder))
 
 

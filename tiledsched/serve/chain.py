@@ -104,6 +104,12 @@ class Question:
     """What is known on the arch."""
     device_name: str = ""
     """The driver's name for the GPU; empty where only the arch is known."""
+    shared: bool = False
+    """Whether the problem stands for others of about its size, which share the answer."""
+
+    def is_own(self, entry: Entry) -> bool:
+        """Whether an entry is for the problem that a user named."""
+        return entry.problem == self.problem and not self.shared
 
     @functools.cached_property
     def alike(self) -> Sequence[Entry]:
@@ -116,7 +122,16 @@ class Question:
         kind, space = self.problem.declaration.similarity.kind, self.table.space
         alike = [entry for entry in self.table.modelled if kind(entry.problem) == kind(self.problem)]
         usable = [entry for entry in alike if not space.unworkable(entry.schedule, self.problem)]
-        return sorted(usable, key=lambda entry: (self.distance(entry), entry.rank, entry.problem, entry.device_name))
+        return sorted(
+            usable,
+            key=lambda entry: (
+                entry.problem != self.problem,
+                self.distance(entry),
+                entry.rank,
+                entry.problem,
+                entry.device_name,
+            ),
+        )
 
     @functools.cached_property
     def default(self) -> Schedule:
@@ -175,7 +190,8 @@ class Bucket(Link):
 
     def __call__(self, question: Question) -> Served | None:
         """What was measured for the nearest of them."""
-        table, about, bucketed = question.table, question.problem, question.table.kernel.similarity.bucketed
+        table, bucketed = question.table, question.table.kernel.similarity.bucketed
+        about = bucketed(question.problem)
         near = {entry.problem: entry for entry in question.alike if bucketed(entry.problem) == about}
         ordered = sorted(near, key=lambda problem: (question.distance(near[problem]), problem))
         found = (table.measured_for(problem, question.device_name) for problem in ordered)
@@ -211,10 +227,11 @@ class Neighbours(Link):
         if found is None:
             return None
         judges = "it" if found.neighbours == 1 else f"{found.neighbours} similar problems"
-        said = (
-            f"the nearest problem{what} is {found.entry.problem}, measured on {table.where(found.entry)}; by the measurements of "
-            f"{judges}, this schedule is expected to lose least"
-        )
+        where = f"measured on {table.where(found.entry)}"
+        near = f"the nearest problem{what} is {found.entry.problem}, {where}"
+        if question.is_own(found.entry):
+            near = f"this problem was {where}, and its winner is outside of today's search space"
+        said = f"{near}; by the measurements of {judges}, this schedule is expected to lose least"
         return Served(
             schedule=found.schedule,
             provenance="transferred",
@@ -242,7 +259,7 @@ class Modelled(Link):
             if each not in choices and not space.unworkable(each, problem):
                 choices.append(each)
         measured = "nothing near it" if question.alike else "nothing"
-        what = "this problem" if entry.problem == problem else f"the nearest problem ({entry.problem})"
+        what = "this problem" if question.is_own(entry) else f"the nearest problem ({entry.problem})"
         return Served(
             schedule=entry.schedule,
             provenance=entry.provenance,

@@ -1,15 +1,19 @@
-"""`ts.op` in processes that compile or measure, which keep torch from being imported because that takes seconds."""
+"""`ts.op` without torch: in processes that compile or measure, which keep it from being imported because that takes seconds, and
+where it is not installed."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from tiledsched.core.extras import required
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import release_torch
 
 
 class LaterOperator:
     """The operator that :func:`tiledsched.serve.op.op` makes of the same arguments, made when it is first used.
+
+    Where torch is not installed, that raises MissingPackageError.
 
     A process that compiles or measures imports a file for the kernels in it, and uses none of the operators made of them.
     """
@@ -25,8 +29,8 @@ class LaterOperator:
     def _operator(self) -> Any:
         name, kernel, pinned = self._arguments
         release_torch()
-        from tiledsched.serve.op import op
-
+        with required():
+            from tiledsched.serve.op import op
         made = op(name, kernel, **pinned)
         for backward, more in self._gradients:
             made.register_autograd(backward._operator() if isinstance(backward, LaterOperator) else backward, **more)

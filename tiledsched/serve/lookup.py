@@ -134,13 +134,18 @@ class LookupTable:
         return Served(schedule=default, provenance="default", steps=(step,))
 
     def _shared(self, question: Question) -> Served | None:
-        """The answer that all problems of about this size share; None where its schedule is not valid for this one."""
+        """The answer that all problems of about this size share; None where its schedule is not valid for this one.
+
+        A problem that has entries has an answer of its own, which rests on them.
+        """
+        if question.problem in question.table.problems:
+            return find(SHARED, question, NOT_MEASURED)
         about = self.kernel.similarity.bucketed(question.problem)
         key = (about, question.table.arch, question.device_name)
         if key not in self._answers:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
-            of_all = find(SHARED, replace(question, problem=about), NOT_MEASURED)
+            of_all = find(SHARED, replace(question, problem=about, shared=True), NOT_MEASURED)
             assert of_all is not None
             self._answers[key] = of_all
         served = self._answers[key]

@@ -52,7 +52,7 @@ _operators: dict[str, Operator] = {}
 _libraries: dict[str, Any] = {}
 
 
-def op(name: str, kernel: KernelClass, **pinned: Any) -> Operator:
+def op(name: str, kernel: KernelClass | str, **pinned: Any) -> Operator:
     """A torch operator of a declared kernel, on the schedules that its tuned table names.
 
     It works under `torch.compile`, CUDA graphs and on any stream; autocast does not cast for it. Registering the same
@@ -60,13 +60,14 @@ def op(name: str, kernel: KernelClass, **pinned: Any) -> Operator:
 
     Args:
         name: `namespace::name`, as torch has it: `torch.ops.namespace.name`.
-        kernel: its declaration.
+        kernel: its declaration, or where it is declared.
         pinned: fields of its problems that are the same in every call. Flags that decide which outputs there are must
             be: they are at their defaults unless given here.
 
     Raises:
         ConfigError: a wrong name, one that is taken, or a kernel that no operator can be made of.
     """
+    kernel = load_kernel(kernel)
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is no name of an operator; write namespace::name, such as mylib::{kernel.__name__.lower()}"

@@ -12,6 +12,7 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.extras import required
 from tiledsched.core.files import read_bounded
 from tiledsched.serve.bundle import named_bundle
 from tiledsched.serve.entries import load_entries, stored_spills
@@ -53,6 +54,7 @@ def choice_digest(settings: Settings | None = None) -> str:
     return stable_id(decides, 24)
 
 
+@required()
 def check_ranks(group: Any = None) -> str:
     """Compare :func:`choice_digest` over the ranks of a job; every rank calls it, once, after `init_process_group`.
 

@@ -22,7 +22,7 @@ from sqlalchemy.pool import StaticPool
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, TiledschedError
-from tiledsched.core.files import kind_of_file
+from tiledsched.core.files import check_plain, kind_of_file
 from tiledsched.store.location import location
 
 HEAD = "0001"
@@ -158,6 +158,9 @@ def _explain(url: URL, message: str) -> str:
     }
     for phrase, what in advice.items():
         if phrase in message.lower():
+            if phrase == "file is not a database":
+                with open(str(name), "rb") as file:
+                    check_plain(str(name), file.read(8))
             return f"database {name}: {message}; {what}"
     return f"database {name}: {message}; check the server and the URL, or {ELSEWHERE}"
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.checking.schedules import CheckRow, check_problems
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.extras import required
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.problem_lists import Cases, kernel_of, problems_of
+from tiledsched.core.problem_lists import Cases, problems_of
+from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import load_space, space_for
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, Options, RecordOptions, RefreshOptions, TuneOptions
 from tiledsched.tuning.resources import Resources, serving_anew
@@ -63,7 +65,7 @@ class Session(Resources):
                 "a compile process imports the script that started it, and that tunes as it is imported; put the call "
                 "of tune() under: if __name__ == '__main__':"
             )
-        kernel, options = kernel_of(kernel), options or TuneOptions()
+        kernel, options = load_kernel(kernel), options or TuneOptions()
         kernel.locator()  # raises where the compile processes could not find it
         wanted = problems_of(kernel, problems)
         given = {name: getattr(options, name) for name in ("regime", "accum_mode", "rivals")}
@@ -142,7 +144,7 @@ class Session(Resources):
         """
         from tiledsched.tuning.record import Recorder
 
-        kernel, options = kernel_of(kernel), options or RecordOptions()
+        kernel, options = load_kernel(kernel), options or RecordOptions()
         wanted = problems_of(kernel, problems)
         options = replace(options, accum_mode=options.accum_mode or self.settings.accum_mode)
         space = self.space(kernel, options.space)
@@ -186,7 +188,7 @@ class Session(Resources):
         """
         from tiledsched.tuning.refresh import Refresh
 
-        kernel = kernel_of(kernel)
+        kernel = load_kernel(kernel)
         kernel.locator()  # raises where the compile processes could not find it
         with serving_anew():
             refresh = Refresh(self, kernel, options or RefreshOptions(), watcher)
@@ -244,7 +246,7 @@ def tune(
             for the problems before it is stored.
     """
     chosen = TuneOptions.from_mapping(options, "tune")
-    with Session(arch, settings=load_settings({"db": db}), jobs=jobs) as session:
+    with required(), Session(arch, settings=load_settings({"db": db}), jobs=jobs) as session:
         return session.tune(kernel, problems, chosen, watcher=watcher, command=command)
 
 
@@ -274,7 +276,7 @@ def _checked(
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[CheckRow]:
     """What :func:`check` yields."""
-    kernel = kernel_of(kernel)
+    kernel = load_kernel(kernel)
     space = load_space(options.space, kernel) if options.space else space_for(arch, kernel)
     small = kernel.small() if problems is None and kernel.small is not None else problems
     given = None if small is None else problems_of(kernel, small)
