@@ -25,6 +25,7 @@ from fake_machine import H200, FakeMachine
 
 import tiledsched
 from tiledsched.cli import main
+from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.schedule import Schedule
 from tiledsched.remember import machine as machines
@@ -502,6 +503,41 @@ def test_results_are_shown_as_any_other_without_the_code(machine, tmp_path, caps
     ):
         assert main(words) == 0
         assert said in capsys.readouterr().out
+
+
+PROGRAM = """
+from cuda.tile.tune import exhaustive_search
+raise SystemExit("it was run")
+def scale(): ...
+"""
+
+
+def test_a_program_is_named_by_its_file_and_not_run(machine, tmp_path, capsys, monkeypatch):
+    """Also where its results were imported, by way of the sample that ships."""
+    search()
+    name = f"{scale._pyfunc.__module__}:scale"
+    program, samples = tmp_path / f"{name.partition(':')[0]}.py", tmp_path / "ships" / "samples"
+    program.write_text(PROGRAM)
+    samples.mkdir(parents=True)
+    assert main(["db", "export", name, "-o", str(samples / "table.json")]) == 0
+    assert main(["db", "export", name, "--landscapes", str(samples)]) == 0
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(data_files, "tuning_db", lambda: tmp_path / "ships")
+        assert main(["db", "import", "sample", "--db", "sample.db"]) == 0
+    of_program, arch = f"{program}:scale", ["--arch", "sm_90"]
+    for words, code, said in (
+        (["explain", of_program, *arch], 0, "measured: this problem was measured"),
+        (["explain", of_program, *arch, "--db", str(tmp_path / "sample.db")], 0, "measured: this problem was measured"),
+        (["show", of_program, "--db", str(tmp_path / "sample.db")], 0, "tile=128"),
+        (["db", "export", of_program], 0, '"tile": 128'),
+        (["tune", of_program, *arch], 2, "run that program with TILEDSCHED_REMEMBER=new"),
+        (["explain", of_program, *arch, "--db", "none.db"], 2, "declares no kernel 'scale', and is not run"),
+        (["explain", f"{program}:other", *arch], 2, "declares no kernel 'other', and is not run"),
+    ):
+        assert main(words) == code
+        out, err = capsys.readouterr()
+        assert said in out + err
 
 
 @pytest.mark.parametrize("way", ["table", "bundle", "site"])
