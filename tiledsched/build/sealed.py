@@ -49,13 +49,19 @@ def read_sealed(path: Path, kind: type[Facts]) -> tuple[Facts, bytes] | None:
     except OSError:
         return None
     line, _, contents = data[START:].partition(b"\n")
-    try:
-        facts = json.loads(line)
-        if data[:START] == _head(data[START:]) and facts["name"] == path.name:
-            return msgspec.convert(facts, kind), contents
-    except (ValueError, LookupError, TypeError, RecursionError, msgspec.ValidationError):
-        pass
-    discard(path, "its checksum is wrong")
+    if not data.startswith(MAGIC):
+        why = "it is no file of this cache"
+    elif data[:START] != _head(data[START:]):
+        why = "its checksum is wrong"
+    else:
+        try:
+            facts = json.loads(line)
+            if facts["name"] == path.name:
+                return msgspec.convert(facts, kind), contents
+            why = f"it was written as {facts['name']}"
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            why = f"what it says of its contents cannot be read: {error!r}"
+    discard(path, why)
     return None
 
 

@@ -25,7 +25,7 @@ from tiledsched.report.axes import show
 from tiledsched.report.records import AS_GOOD, ProblemReport
 
 FOLDS = 5
-"""A rule is made as often, each time without a part of the problems, on which it is then judged."""
+"""A rule is made as often, each time without a part of the problems, on which it is then trees."""
 FEWEST_PROBLEMS = 8
 """Of fewer problems no rule is made."""
 FEWEST_OF_PART = 3
@@ -116,34 +116,9 @@ def rules(problems: Sequence[ProblemReport], knobs: Sequence[Knob]) -> list[Rule
         knobs: the knobs.
     """
     conditions = list(_conditions(problems)) if len(problems) >= FEWEST_PROBLEMS else []
-    if not conditions:
-        return []
-    trees, enough = _Trees(conditions), broad(problems)
-    # What differs in words alone, such as element types, is left out together: its winners are much the same.
-    sizes = [tuple(each for each in one.problem.values.values() if not isinstance(each, str)) for one in problems]
-    places = {each: place for place, each in enumerate(dict.fromkeys(sizes))}
-    judged = _Judged(
-        limits=np.array([one.tolerance for one in problems]),
-        searched=np.array([one in enough for one in problems]),
-        folds=np.array([places[each] % FOLDS for each in sizes]),
-        chance=CHANCE / len(knobs),
-    )
-    made = (_rule(knob, [best_by_value(one, knob) for one in problems], trees, judged) for knob in knobs)
+    trees = _Trees(problems, conditions) if conditions else None
+    made = [_rule(knob, problems, trees, CHANCE / (2 * len(knobs))) for knob in knobs] if trees else []
     return sorted(filter(None, made), key=lambda rule: (rule.constant_right - rule.right, rule.knob))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Judged:
-    """How rules are judged. Each array has an element for each problem."""
-
-    limits: NDArray[np.float64]
-    """What takes at most this share longer than the best is good."""
-    searched: Bits
-    """Whether many programs have a time."""
-    folds: NDArray[np.int64]
-    """With which part the problem is left out."""
-    chance: float
-    """How likely chance alone may give a knob a rule."""
 
 
 def _conditions(problems: Sequence[ProblemReport]) -> Iterator[tuple[str, str, Bits]]:
@@ -184,9 +159,18 @@ def _called(name: str, problems: Sequence[ProblemReport]) -> str:
 
 
 class _Trees:
-    """All trees of at most three leaves over some conditions."""
+    """All trees of at most three leaves over some conditions on some problems, and how they are trees."""
 
-    def __init__(self, conditions: Sequence[tuple[str, str, Bits]]) -> None:
+    def __init__(self, problems: Sequence[ProblemReport], conditions: Sequence[tuple[str, str, Bits]]) -> None:
+        self.limits = np.array([one.tolerance for one in problems])
+        """For each problem, what takes at most this share longer than the best is good."""
+        self.searched = np.isin([id(one) for one in problems], [id(one) for one in broad(problems)])
+        """Whether many of its programs have a time."""
+        # What differs in words alone, such as element types, is left out together: its winners are much the same.
+        sizes = [tuple(each for each in one.problem.values.values() if not isinstance(each, str)) for one in problems]
+        places = {each: place for place, each in enumerate(dict.fromkeys(sizes))}
+        self.folds = np.array([places[each] % FOLDS for each in sizes])
+        """With which part it is left out."""
         words, opposites, bits = zip(*conditions, strict=True)
         self._half = len(words)
         self._leaves = [*zip(words, bits, strict=True), *zip(opposites, (~each for each in bits), strict=True)]
@@ -232,20 +216,17 @@ def _both(first: Leaf, second: Leaf) -> Leaf:
     return second[0] if implied else f"{first[0]} and {second[0]}", first[1] & second[1]
 
 
-def _rule(
-    knob: Knob, times: Sequence[dict[tuple[KnobValue, ...], float]], trees: _Trees, judged: _Judged
-) -> Rule | None:
-    """The rule of one knob, from the best time with each value for each problem, over the problem's best; None where no rule is
-    surely better than one value for all problems.
-    """
+def _rule(knob: Knob, problems: Sequence[ProblemReport], trees: _Trees, chance: float) -> Rule | None:
+    """The rule of one knob; None where no rule is better than one value for all problems, or chance may have made it."""
+    times = [best_by_value(one, knob) for one in problems]
     values = list(dict.fromkeys(value for each in times for value in each))
     table = np.array([[each.get(value, math.inf) for value in values] for each in times]).reshape(len(times), -1)
-    good = table <= 1 + judged.limits[:, None]
+    good = table <= 1 + trees.limits[:, None]
     known = np.any(good, axis=1)
     number, most = int(known.sum()), int(good.sum(axis=0).max())
-    if number < FEWEST_PROBLEMS or _by_chance(number - most, 0) > judged.chance:
+    if number < FEWEST_PROBLEMS or _by_chance(number - most, 0) > chance:
         return None
-    gain = _gain(table, good, judged.searched)
+    gain = _gain(table, good, trees.searched)
 
     def chosen_by(leaves: Sequence[Leaf], of: Bits) -> NDArray[np.int64]:
         """For each problem the value of its leaf, from the gains of some problems."""
@@ -259,11 +240,11 @@ def _rule(
 
     made = trees.best(gain, known)
     possible = max(int(is_right(chosen_by(leaves, known)).sum()) for leaves in made)
-    if _by_chance(possible - most, 0) > judged.chance:
+    if _by_chance(possible - most, 0) > chance:
         return None
     chosen = np.zeros((3, len(times)), dtype=np.int64)
     for part in range(FOLDS):
-        left_out: Bits = judged.folds == part
+        left_out: Bits = trees.folds == part
         others: Bits = known & ~left_out
         for depth, leaves in enumerate(trees.best(gain, others)):
             chosen[depth, left_out] = chosen_by(leaves, others)[left_out]
@@ -271,11 +252,11 @@ def _rule(
     constant, two, three = map(is_right, chosen)
     depth = 2 if three.sum() - two.sum() >= max(2, WORTH * number) else 1
     right = (constant, two, three)[depth]
-    apart = np.flatnonzero(known & judged.searched & (chosen[0] != chosen[depth]))
+    apart = np.flatnonzero(known & trees.searched & (chosen[0] != chosen[depth]))
     saved = [one - ours for i in apart for one, ours in [table[i, chosen[[0, depth], i]]] if max(one, ours) < math.inf]
     by_chance = _by_chance(int((right & ~constant).sum()), int((constant & ~right).sum()))
     gained = statistics.fmean(saved) if len(saved) >= FEWEST_OF_PART else None
-    if by_chance > judged.chance or (gained is not None and gained <= AS_GOOD):
+    if by_chance > chance or (gained is not None and gained <= AS_GOOD):
         return None
     parts = []
     for words, bits in made[depth]:
