@@ -5,7 +5,6 @@ every other result.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.core.config import Settings
+from tiledsched.core.config import Settings, warn_once
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
@@ -383,9 +382,3 @@ def _queries(url: str | None) -> Iterator[Any]:
         yield lambda query, words: connection.execute(query, dict(words)).fetchall()
     finally:
         connection.close()
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warn of something once in the life of this process."""
-    log.warning(message)

@@ -48,7 +48,8 @@ class Database:
         """Open the database at `url`, and make it where it does not exist.
 
         `url` is a path, `sqlite:///PATH`, `:memory:` or `postgresql://HOST/NAME`; without one, `TILEDSCHED_DB`, else
-        `tuning.db` in the user data directory. A `read_only` database is not made.
+        `tuning.db` in the user data directory. A `read_only` database is not made: what holds no tables yet, such as a file
+        that another process is making, is read as an empty database.
 
         Raises:
             DatabaseError: it cannot be read or made, is not a tuning database, or has a schema that this program does not know.
@@ -71,9 +72,10 @@ class Database:
                     f"database {self.url} has schema {found}, newer than the {engines.HEAD} that this program knows; "
                     f"upgrade tiledsched, or {engines.ELSEWHERE}"
                 )
-            if self.read_only and found is None:
-                raise DatabaseError(f"{self.url} holds no tuning database; {engines.ELSEWHERE}")
-            if found is None:
+            if self.read_only and found is None:  # another process makes it at this moment, or a full disk left it
+                self._engine.dispose()
+                self._engine = engines.nothing()
+            elif found is None:
                 self.upgrade()
             if not self.read_only:
                 engines.use_wal(self._engine)
@@ -111,7 +113,7 @@ class Database:
             The schema's revision.
         """
         with engines.explained(self._url):
-            engines.upgrade(self._engine, self._url)
+            engines.upgrade(self._engine)
         self.show(*SHIPPED)
         return self.schema_revision
 
@@ -171,7 +173,7 @@ class Database:
         """A further connection to an SQLite file, or to a copy of a database in memory, of the driver's own: no pool keeps it."""
         words, options = self._engine.dialect.create_connect_args(self._engine.url)
         connection: Any = self._engine.dialect.connect(*words, **options)
-        if self._url.database is None:
+        if self._engine.url.database is None:
             with self.reading() as session:
                 session.connection().connection.driver_connection.backup(connection)  # type: ignore[union-attr]
         return connection

@@ -35,6 +35,8 @@ BUSY_TIMEOUT_S = 60
 """How long a writer waits for another one, in seconds."""
 READ_TIMEOUT_S = 5
 """How long a reader waits for a file's lock, and how long anybody waits for a server, in seconds. A kernel's call waits too."""
+MOST_NAMED = 4
+"""Tables of another program that an error names."""
 ELSEWHERE = "name another database with --db or TILEDSCHED_DB"
 
 
@@ -163,10 +165,10 @@ def _explain(url: URL, message: str) -> str:
 
 
 def current_revision(engine: Engine, url: URL) -> str | None:
-    """The schema revision of the database at `url`; None where there is no schema.
+    """The schema revision of the database at `url`; None where the database is empty.
 
     Raises:
-        DatabaseError: the database was made before the first release.
+        DatabaseError: the database was made before the first release, or belongs to another program.
     """
     with engine.connect() as connection:
         inspector = sa.inspect(connection)
@@ -178,6 +180,11 @@ def current_revision(engine: Engine, url: URL) -> str | None:
                 f"programs are built again; or {ELSEWHERE}"
             )
         if not inspector.has_table(VERSION_TABLE):
+            if others := sorted(inspector.get_table_names()):
+                raise DatabaseError(
+                    f"database {url.render_as_string()} belongs to another program: it holds no tuning database, but "
+                    f"{', '.join(others[:MOST_NAMED])}{', ...' if len(others) > MOST_NAMED else ''}; {ELSEWHERE}"
+                )
             return None
         found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
         return None if found is None else str(found)
@@ -210,28 +217,18 @@ def alembic_config(connection: Connection) -> Any:
     return config
 
 
-def upgrade(engine: Engine, url: URL) -> None:
-    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits.
-
-    Raises:
-        DatabaseError: the tables belong to another program.
-    """
+def upgrade(engine: Engine) -> None:
+    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits."""
     from alembic import command
-
-    from tiledsched.store.models import Base
 
     with engine.connect().execution_options(immediate=True) as connection, connection.begin():
         if engine.dialect.name != "sqlite":
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
-        _refuse_foreign(connection, url, set(Base.metadata.tables))
         command.upgrade(alembic_config(connection), "head")
 
 
-def _refuse_foreign(connection: Connection, url: URL, tables: set[str]) -> None:
-    inspector = sa.inspect(connection)
-    taken = tables & set(inspector.get_table_names())
-    if taken and not inspector.has_table(VERSION_TABLE):
-        raise DatabaseError(
-            f"database {url.render_as_string()} already holds tables of another program "
-            f"({', '.join(sorted(taken))}); {ELSEWHERE}"
-        )
+def nothing() -> Engine:
+    """An engine over an empty tuning database in memory."""
+    engine = create_engine(make_url("sqlite://"), read_only=False)
+    upgrade(engine)
+    return engine
