@@ -282,29 +282,57 @@ def test_a_database_without_tables_is_read_as_empty_and_tuned_into(tmp_path, bac
             assert len(db.entries()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_processes_that_make_and_read_one_database_at_once_all_succeed(tmp_path, backend):
     code = """
-    import sys
-    from tiledsched.core.errors import DatabaseError
+    import os, sys
     from tiledsched.store.db import TuningDB
     from tiledsched.store.location import database_exists
-    url, reads = sys.argv[1], sys.argv[2] == "True"
-    sys.stdin.readline()
-    for _ in range(20 if reads else 1):
-        if not reads or database_exists(url):
-            with TuningDB.open(url, read_only=reads) as db:
-                db.measurements() if reads else db.finish_run(db.start_run({}, "sm_90"))
+    url, children = sys.argv[1], []
+    for place in range(12):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        reads = place % 3 > 0
+        for _ in range(10 if reads else 1):
+            if not reads or database_exists(url):
+                with TuningDB.open(url, read_only=reads) as db:
+                    db.measurements() if reads else db.finish_run(db.start_run({}, "sm_90"))
+        os._exit(0)
+    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
     with new_url(backend, tmp_path) as url:
-        started = [
-            subprocess.Popen([*command, str(url), str(place % 3 > 0)], env=HERE, stdin=subprocess.PIPE, text=True)
-            for place in range(12)
-        ]
-        for each in started:
-            each.stdin.write("\n")
-            each.stdin.close()
-        assert [each.wait(60) for each in started] == [0] * 12
+        assert python(code, url).wait(100) == 0
         with TuningDB.open(url, read_only=True) as db:
             assert (len(runs(db)), db.check()) == (4, [])
+
+
+# Without end
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_ends_at_its_limit(tmp_path, backend):
+    with new_url(backend, tmp_path) as url:
+        TuningDB.open(url).close()
+        with TuningDB.open(url, read_only=True, limit_s=0.3) as db:
+            began = time.monotonic()
+            with pytest.raises(DatabaseError, match="did not end in time"), db.reading() as session:
+                session.execute(sa.text(ENDLESS)).all()
+            assert time.monotonic() - began < 5
+            assert db.entries() == []
+
+
+def test_what_a_signal_raises_ends_a_query_and_is_raised(tmp_path):
+    with TuningDB.open(tmp_path / "x.db") as db:
+        before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt), db.reading() as session:
+                session.execute(sa.text(ENDLESS)).all()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert db.entries() == []

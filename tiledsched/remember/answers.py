@@ -22,6 +22,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.remember.description import MARK, Call, Grid
+from tiledsched.store.limit import READ_TIMEOUT_S, Limit
 from tiledsched.store.location import database_exists, database_file, location, site_location
 
 if TYPE_CHECKING:
@@ -367,7 +368,7 @@ def _queries(url: str | None) -> Iterator[Any]:
 
         from tiledsched.store.db import TuningDB
 
-        with TuningDB.open(url, read_only=True) as db, db.reading() as session:
+        with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db, db.reading() as session:
 
             def run(query: str, words: Mapping[str, Any]) -> Any:
                 used = {word: value for word, value in words.items() if f":{word}" in query}
@@ -377,8 +378,9 @@ def _queries(url: str | None) -> Iterator[Any]:
         return
     file = Path(path).absolute()
     sealed = not os.access(file.parent, os.W_OK) and not os.path.exists(f"{file}-wal")
-    connection = sqlite3.connect(f"{file.as_uri()}?{'immutable=1' if sealed else 'mode=ro'}", uri=True, timeout=5)
-    try:
-        yield lambda query, words: connection.execute(query, dict(words)).fetchall()
-    finally:
-        connection.close()
+    options, limit = "immutable=1" if sealed else "mode=ro", Limit(READ_TIMEOUT_S)
+    with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?{options}", uri=True, timeout=5)) as connection:
+        limit.watch(connection)
+        limit.begin()
+        with limit.explaining():
+            yield lambda query, words: connection.execute(query, dict(words)).fetchall()

@@ -103,9 +103,10 @@ def stored_kernel(name: str, url: str | os.PathLike[str] | None) -> KernelClass 
     from sqlalchemy import select
 
     from tiledsched.store.db import TuningDB
+    from tiledsched.store.limit import READ_TIMEOUT_S
     from tiledsched.store.models import BuildRow, ProblemRow, ScheduleRow
 
-    with TuningDB.open(url, read_only=True) as db, db.reading() as session:
+    with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db, db.reading() as session:
         dims = list(session.scalars(select(ProblemRow.dims).where(ProblemRow.kernel == name)))
         dims = [each for each in dims if MARK in each]
         if not dims:
