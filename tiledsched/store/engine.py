@@ -147,6 +147,8 @@ def explained(url: URL, *damage: type[Exception]) -> Iterator[None]:
         raise DatabaseError(_explain(url, "malformed text")) from error
     except TiledschedError:  # it explains itself
         raise
+    except sa.exc.SQLAlchemyError as error:  # such as of one row, where there is none
+        raise DatabaseError(_explain(url, f"malformed contents ({error})")) from error
     except damage as error:
         raise DatabaseError(_explain(url, f"malformed contents ({type(error).__name__}: {error})")) from error
 
