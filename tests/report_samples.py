@@ -22,6 +22,7 @@ from tiledsched.report import build_report, write_report
 from tiledsched.report.document import Chart, Explorer
 from tiledsched.report.records import ProblemReport, Timed
 from tiledsched.report.text import document
+from tiledsched.report.views import KNOB
 from tiledsched.store.records import BuildRecord, Entry, Toolchain
 
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.12", ptxas="13.4.12", nvvm="13.4.12")
@@ -38,6 +39,12 @@ def check_golden(name, text):
     golden.check_golden(name, re.sub(rf"{day:%Y-%m}(-{day:%d}( \d\d:\d\d)?)?", "TODAY", text))
 
 
+def _without_knobs(rows):
+    """Rows of programs without the values of their knobs."""
+    rows = [] if isinstance(rows, str) else rows
+    return [{key: value for key, value in row.items() if not key.startswith(KNOB)} for row in rows]
+
+
 def specs_of(blocks):
     """The charts of a document, a line for each of their parts."""
     found = {}
@@ -45,7 +52,11 @@ def specs_of(blocks):
         if isinstance(block, Chart):
             found[block.name] = block.spec
         elif isinstance(block, Explorer):
-            found |= {f"{case.title}: {name}": rows for case in block.cases for name, rows in case.rows.items()}
+            found |= {
+                f"{case.title}: {name}": _without_knobs(rows)
+                for case in block.cases
+                for name, rows in case.rows.items()
+            }
             found |= {view.name: view.spec for view in block.views} | block.shared
     return "".join(f"{name}: {json.dumps(value, default=list)}\n" for name, value in found.items())
 
@@ -154,7 +165,8 @@ def add_entry(db, schedule, **more):
 
 def add_raced(db, times, winner, **more):
     """Measurements, and the entry that serves the winner."""
-    db.put_entry(entry(winner, measurement_id=add_times(db, times)[winner], **more))
+    numbers = add_times(db, times, problem=more.get("problem", PROBLEM))
+    db.put_entry(entry(winner, measurement_id=numbers[winner], **more))
 
 
 def add_modelled(db, schedule, *, problem=PROBLEM, arch="sm_90", **changes):

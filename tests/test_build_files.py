@@ -18,7 +18,7 @@ from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped
-from tiledsched.report.answer import MODEL_ERROR, answer, least_sure
+from tiledsched.report.answer import answer, least_sure
 from tiledsched.report.records import MODELLED
 from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.db import TuningDB
@@ -217,7 +217,7 @@ def test_the_report_of_an_empty_home_has_every_modelled_problem_whole(arch):
 def test_the_least_sure_problem_is_measured_first():
     report = shipped("sm_121")[2]
     said = least_sure(report)
-    close = [one for one in report.modelled.problems if one.tiles[1].relative - 1 < MODEL_ERROR]
+    close = [one for one in report.modelled.problems if one.tiles[1].relative - 1 <= one.error.mean]
     assert said.startswith(f"For {len(close)} of 4 modelled problems")
     assert "`tiledsched tune attention --arch sm_121 -p S=2048,D=128,B=8,H=16" in said
     assert least_sure(replace(report, modelled=replace(report.modelled, problems=()))) == ""

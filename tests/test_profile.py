@@ -15,6 +15,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.studies.profile import launch, pages
 from tiledsched.studies.profile.metrics import METRICS, MethodProfile, ncu_metrics, over, read_raw
 from tiledsched.studies.profile.run import find_ncu, profile, versions
+from tiledsched.studies.profile.sass import find_nvdisasm
 
 PROBLEM = Attention.standard(seq_len=4096, head_dim=128)
 HEAD = (
@@ -222,3 +223,42 @@ def test_the_launcher_calls_once_under_the_profiler(monkeypatch):
     monkeypatch.setattr(bench, "choose_methods", lambda kernel, names, problems: [made])
     assert launch.main("attention", json.dumps(PROBLEM.to_json()), "it") == 0
     assert calls == ["call"] * launch.WARMUPS + ["start", "call", "stop"]
+
+
+NVDISASM = """#!{python}
+import hashlib, pathlib, sys
+data = pathlib.Path(sys.argv[-1]).read_bytes()
+print("        .text.kernel:")
+for place in range(20):
+    print(f"        /*{{16 * place:04x}}*/                   MOV R{{data[-1] % 9}}, 0x{{place}} ;")
+print("        /*0150*/               @!P0 HGMMA.64x64 R24, gdesc[UR%d] ;" % (len(data) % 7))
+print("        /*0160*/                   LDS.%s R4, [R2] ;" % hashlib.sha256(data).hexdigest()[:6])
+"""
+
+
+@pytest.mark.compiler
+def test_two_schedules_machine_code_side_by_side(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "nvdisasm"
+    program.write_text(NVDISASM.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    words = ["study", "profile", "softmax", "-p", "rows=64,columns=1000", "--arch", "sm_90", "--sass"]
+    words += ["--nvdisasm", str(program), "--candidates"]
+    assert main([*words, '[{"num_worker_warps": 4}, {"num_worker_warps": 8}]']) == 0
+    (page,) = (tmp_path / "profiles").glob("*.md")
+    text = page.read_text()
+    for said in (
+        "| `num_worker_warps` | 4 | 8 |",
+        "1 of the second have no counterpart",
+        "15 instructions that agree",
+        "| `HGMMA` |",
+    ):
+        assert said in text, said
+    assert len([*(tmp_path / "profiles").glob("*.sass")]) == 2
+    assert main([*words, '[{"occupancy": 1}, {"occupancy": 2}, {"occupancy": 4}]']) == 2
+    assert "two schedules are compared" in capsys.readouterr().err
+    program.write_text("#!/bin/sh\necho unknown machine >&2\nexit 1\n")
+    assert main([*words, '[{"occupancy": 1}, {"occupancy": 2}]']) == 2
+    assert "unknown machine; run `pip install -U nvidia-cuda-nvdisasm`" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="pip install nvidia-cuda-nvdisasm"):
+        find_nvdisasm(places=[])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
 from collections import namedtuple
+from contextlib import closing
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import cuda.tile as ct
@@ -790,3 +795,50 @@ def test_a_session_of_tilegym_is_answered_in_the_next_process(tmp_path):
     # CPU time, so that other work on the machine does not count; the first search of a process imports what it needs.
     milliseconds = sorted(row[4] for row in again["found"][1:])
     assert milliseconds[len(milliseconds) // 2] < 50
+
+
+DAMAGE = ("abc", -5, float("inf"), None, b"\xff", "[" * 5000, "[3]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "table",
+    [
+        "problems",
+        "schedules",
+        "devices",
+        "toolchains",
+        "entries",
+        "measurements",
+        "builds",
+        "artifacts",
+        "failures",
+        "runs",
+    ],
+)
+def test_damaged_rows_are_left_out_and_measured_again(machine, tmp_path, table):
+    """Whatever stands in a column, the search gives an answer whose times are positive numbers."""
+
+    def fail_one(program):
+        if program.config.tile == 64:
+            raise ValueError("cannot launch 64")
+        return tile_time(program)
+
+    machine.time_us = fail_one
+    search()
+    path, kept = Path(os.environ["TILEDSCHED_DB"]), tmp_path / "whole.db"
+    with TuningDB.open(path) as db:
+        db.back_up(kept)
+    with closing(sqlite3.connect(kept)) as connection:
+        columns = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({table})") if row[6] == 0]
+        assert connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+    for column, value in itertools.product(columns, DAMAGE):
+        for left in (f"{path}-wal", f"{path}-shm"):
+            Path(left).unlink(missing_ok=True)
+        shutil.copy(kept, path)
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection, contextlib.suppress(sqlite3.Error):
+            connection.execute("PRAGMA ignore_check_constraints=ON")
+            connection.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        result = search()
+        assert [each.config.tile for each in result.successes] == [128, 128, 256, 256], (column, value)
+        assert all(0 < each.mean_us < 1e12 for each in result.successes), (column, value)

@@ -26,6 +26,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import Checked, Measurement, RivalTime
+from tiledsched.report import build_report
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.tuning.builder import Builder
@@ -146,10 +147,16 @@ def recorded():
 
 
 class Watching(Watcher):
-    """Keeps what it was told to be the best so far."""
+    """Keeps the stages, each with its steps and how many are done, and what was the best so far."""
 
     def __init__(self) -> None:
-        self.told = []
+        self.told, self.stages = [], []
+
+    def stage(self, problem, what, total):
+        self.stages.append([what, total, 0])
+
+    def step(self, done):
+        self.stages[-1][2] = done
 
     def best(self, us, schedule):
         self.told.append((us, schedule))
@@ -174,7 +181,12 @@ def test_what_is_near_the_winner_is_settled_at_the_power_cap(db, effort) -> None
     recorded, capped = Recorded(path), Recorded(path.with_name(path.name.replace("burst", "sustained")))
     runner = ReplayRunner(Attention, [*recorded.measurements, *capped.measurements], seed=1)
     near = recorded_space(recorded).limited_to(sorted(recorded.listed, key=recorded.us)[:40])
-    result = tune(recorded, db, runner=runner, space=near, effort=effort, sampler="exhaustive", trials=400)
+    watcher = Watching()
+    result = tune(
+        recorded, db, runner=runner, space=near, effort=effort, sampler="exhaustive", trials=400, watcher=watcher
+    )
+    assert all(done <= total for _, total, done in watcher.stages)
+    assert ("at the power cap" in [what for what, _, _ in watcher.stages]) == (effort == "default")
     stored = {regime: db.measurements(recorded.problem, regime=regime) for regime in ("burst", "sustained")}
     assert stored["burst"]
     assert bool(stored["sustained"]) == (effort == "default")
@@ -194,6 +206,8 @@ def test_an_exhaustive_search_measures_every_program_once_and_a_second_run_nothi
     first = tune(recorded, db, **options)
     default = recorded_space(recorded).default(recorded.problem)
     assert first.measured == first.programs == len({recorded.key(each) for each in [*listed, default]})
+    (one,) = build_report(db, "sm_90", Attention).measured.problems  # a tune, `explain` and a report count alike
+    assert first.programs == first.entry.candidates == one.programs
     assert recorded.regret(first) <= 0.005
     compiled = recorded.compiled
     second = tune(recorded, db, **options)

@@ -443,6 +443,25 @@ def test_a_shared_answer_is_valid_for_the_problem(seq_k) -> None:
         assert SPACE.violations(table.resolve(long(seq_k), "sm_90", H200).schedule, long(seq_k)) == []
 
 
+@pytest.mark.parametrize(("name", "arch"), [("attention", "sm_90"), ("matmul", "sm_90"), ("rms_norm", "sm_121")])
+def test_a_table_without_a_problem_is_one_made_without_its_entries_and_those_of_equal_work(name, arch, tmp_path):
+    kernel = kernel_named(name)
+    known = load_entries(Settings(db=str(tmp_path / "none.db")), {arch}, kernel)
+    whole, alike = LookupTable(known, kernel), kernel.similarity
+    for problem in sorted({each.problem for each in known})[::25]:
+        equal = {
+            each.problem
+            for each in known
+            if alike.kind(each.problem) == alike.kind(problem) and alike.distance(each.problem, problem) == 0
+        }
+        left = [each for each in known if each.problem not in equal]
+        expected, found = (
+            table.resolve(problem, arch) for table in (LookupTable(left, kernel), whole.without(problem, arch))
+        )
+        assert (found.schedule, found.reason) == (expected.schedule, expected.reason)
+        assert whole.resolve(problem, arch).entry.problem == problem  # which is as it was
+
+
 def test_lookup_of_a_large_table_is_quick() -> None:
     table = table_of([known(long(rows, batch=batch)) for rows in range(128, 4224, 128) for batch in range(1, 17)])
     started = time.process_time()

@@ -118,7 +118,8 @@ def _export_landscapes(
 def bring_in(run: Invocation, sources: tuple[str, ...]) -> None:
     """Take in tables, landscapes and other databases.
 
-    For each problem the entry with the stronger evidence stays.
+    For each problem the entry with the stronger evidence stays. Where measurements contradict what is served, the command
+    that decides is printed.
 
     \b
     tiledsched db import from_a_friend.json landscapes/*.json.xz
@@ -178,7 +179,7 @@ def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: floa
 
     \b
     tiledsched db query
-    tiledsched db query "select * from attention limit 5" --csv
+    tiledsched db query "select * from attention where D = 128" --csv
     """
     from tiledsched.store.sql import run_query, tables
 

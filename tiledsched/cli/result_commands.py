@@ -75,8 +75,9 @@ def show(
 ) -> None:
     """List what is tuned, and how it is known.
 
-    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch. With --seen: what your
-    programs called, by what tuning it would win.
+    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch; name a filter to list the entries,
+    a line for each where they are piped. With --seen: what your programs called, by what tuning it would win. With
+    --landscapes: what was measured, and what the winner of one regime costs in the other.
 
     \b
     tiledsched show
@@ -234,6 +235,8 @@ def explain(
 ) -> None:
     """Say which schedule a problem is served with, and why.
 
+    It names where the schedule comes from, what it was compared with, and the rivals that were timed beside it.
+
     \b
     tiledsched explain -p B=4,H=16,S=4096,D=128 --arch h200
     tiledsched explain matmul -p m=512,n=4096,k=4096
@@ -272,6 +275,7 @@ def _device_here(names: Sequence[str], measured: Collection[str]) -> str:
 @option("-o", "--out", type=FOLDER, default="report", metavar="DIR", help="folder to write to (default: report)")
 @generated_options(TuneOptions, "regime")
 @option("--device", metavar="NAME", help="only measurements of this GPU (default: the newest of the arch)")
+@option("--pdf", is_flag=True, help="also print the page to report.pdf, with Chromium, which must be installed")
 def report(
     run: Invocation,
     kernel: KernelClass,
@@ -280,8 +284,11 @@ def report(
     out: str,
     regime: str | None,
     device: str | None,
+    pdf: bool,
 ) -> None:
     """Write a report, with charts, on how much each knob matters.
+
+    It is one HTML page, and the same as Markdown, charts and CSV files. It reads your database together with what ships.
 
     \b
     tiledsched report
@@ -306,6 +313,10 @@ def report(
         ]
     else:
         files = written_report(run, kernel, arch or [run.arch(None)], out, regime=regime, device=device)
+    if pdf:
+        from tiledsched.report.printing import print_page
+
+        files += [print_page(file) for file in files if file.name == "report.html"]
     run.print({"files": files}, "\n".join(map(str, files)))
 
 
@@ -321,6 +332,7 @@ def written_report(
 ) -> list[Path]:
     """The files of a report on a kernel, written from what the database holds over what ships; with `only`, on these problems."""
     from tiledsched.report import WithShipped, build_report, write_report
+    from tiledsched.report.serving import Serving
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
     from tiledsched.store.location import database_exists
@@ -339,6 +351,7 @@ def written_report(
                 device_name=device,
                 model_times=modelled_times(arch, kernel),
                 served=served,
+                serving=Serving.by_settings(settings, served, kernel, arch),
             )
             found.append(made)
     return write_report(found, Path(folder))
@@ -377,12 +390,19 @@ def compare(
 ) -> int:
     """Say what became faster or slower from A to B.
 
-    Exit code 1 if anything became slower.
+    What is served is compared, or where nothing is served the fastest measured program; regimes and accuracy classes are never
+    mixed. A problem is slower or faster if the ratio of the times is beyond --threshold and their 95% intervals are apart; the
+    same if the ratio's whole interval is within it; else tied, with the command that measures it again. Times of the
+    performance model make it estimated.
+
+    Programs with the same machine code on both sides are counted apart: they show how far the two machines or days differ (two
+    GPUs of one model: up to 3.5%). The last line is made for CI. Exit code 1 if anything became slower.
 
     \b
-    tiledsched compare before.db after.db
-    tiledsched compare 13.4 13.5 -o comparison
-    tiledsched compare before after
+    tiledsched compare before.db after.db        # or tables, landscapes, shipped
+    tiledsched compare 13.4 13.5 -o comparison   # two compilers
+    tiledsched compare before after              # your last tune
+    tiledsched compare fleet.db@H100 fleet.db@H200
     """
     from tiledsched.report.compare import compare as compare_sides
     from tiledsched.report.comparison_page import write_comparison

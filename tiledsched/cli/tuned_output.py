@@ -129,6 +129,7 @@ def _candidates(rows: Mapping[str, int]) -> str:
 def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
     from tiledsched.store.evidence import throttled
+    from tiledsched.store.model_error import error_of, error_text
 
     us, how = entry.median_us, f"{how} with the clock held down" if throttled(entry, {}) else how
     if us is None:
@@ -143,6 +144,8 @@ def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     for what, over in (("the default", result.over_default), ("the runner-up", result.over_runner_up)):
         if over is not None:
             words.append(f"{what} takes {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} takes as long")
+    if entry.provenance == "modelled":
+        words.append(error_text(error_of(entry.arch, entry.problem, entry.schedule)))
     if entry.ties:
         words.append(f"{len(entry.ties)} tied")
     return "; ".join(words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any
 
 from tiledsched.core.blame import did_you_mean
@@ -171,3 +171,12 @@ class Schedule(Mapping[str, KnobValue]):
 
     def __repr__(self) -> str:
         return f"Schedule({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
+    """The two knobs whose names say that they are a tile's rows and columns, such as tile_m and tile_n, or BLOCK_M and
+    BLOCK_N; None where there are none.
+    """
+    known = list(knobs)
+    pairs = ((name, name[:-1] + ("n" if name.endswith("m") else "N")) for name in known if name.lower().endswith("_m"))
+    return next((pair for pair in pairs if pair[1] in known), None)

@@ -13,14 +13,14 @@ import operator
 import shlex
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.report.records import MEASURED, Interaction, ProblemReport, Tile, TileSensitivity, TileTime, Timed
+from tiledsched.core.schedule import KnobValue, Schedule, named_tile
+from tiledsched.report.records import MEASURED, Interaction, ProblemReport, Tile, TileTime, Timed
 
 T = TypeVar("T")
 WITHIN = 1.3
@@ -32,86 +32,37 @@ programs 14%.
 """
 FEWEST_PROGRAMS = 4
 """A tile with fewer programs is never searched enough, unless the values tried of other knobs allow no more."""
-REGIMES = (("short", 1024), ("medium", 4096))
-"""The largest size of each regime; larger sizes are `long`. Table 4 of TiledAttention has the same three regimes."""
 
 
-def size_regime(size: int) -> str:
-    """The regime of a size: `short` up to 1024, `medium` up to 4096, `long` above."""
-    return next((name for name, largest in REGIMES if size <= largest), "long")
-
-
-def named_tile(knobs: Iterable[str]) -> tuple[str, str] | None:
-    """The two knobs whose names say that they are a tile's rows and columns, such as tile_m and tile_n, or BLOCK_M and
-    BLOCK_N; None where there are none.
-    """
-    known = list(knobs)
-    pairs = ((name, name[:-1] + ("n" if name.endswith("m") else "N")) for name in known if name.lower().endswith("_m"))
-    return next((pair for pair in pairs if pair[1] in known), None)
-
-
-def tile_times(timed: Sequence[Timed], knobs: tuple[str, str] | None, *, whole: bool = False) -> tuple[TileTime, ...]:
-    """The best time of each tile, best tile first. `timed` must be sorted, fastest first; with `whole` it is all of the search
-    space, so that every tile is searched enough.
+def tile_times(one: ProblemReport, knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
+    """The best time of each tile, that of the leader first, and then the fastest. Where all of the search space has a time, every
+    tile is searched enough.
     """
     members: dict[Tile, list[Timed]] = defaultdict(list)
-    for one in timed:
-        if knobs is not None and {*knobs} <= {*one.schedule}:
-            members[one.schedule.number(knobs[0]), one.schedule.number(knobs[1])].append(one)
-    programs = {tile: len({one.same_program_as or one.schedule for one in each}) for tile, each in members.items()}
+    for each in one.timed:
+        if knobs is not None and {*knobs} <= {*each.schedule}:
+            members[each.schedule.number(knobs[0]), each.schedule.number(knobs[1])].append(each)
+    programs = {tile: len({each.same_program_as or each.schedule for each in of}) for tile, of in members.items()}
     values: dict[str, set[object]] = defaultdict(set)
-    for one in timed:
-        for knob, value in one.schedule.items():
+    for each in one.timed:
+        for knob, value in each.schedule.items():
             values[knob].add(value)
     possible = math.prod(len(each) for knob, each in values.items() if knob not in (knobs or ()))
     enough = min(ENOUGH_PROGRAMS, max(max(programs.values(), default=0) / 2, min(FEWEST_PROGRAMS, possible)))
-    ordered = sorted(members.items(), key=lambda item: item[1][0].us)
+    leader = one.leader
+    ordered = sorted(members.items(), key=lambda item: (all(each is not leader for each in item[1]), item[1][0].us))
     return tuple(
         TileTime(
             tile=tile,
-            us=each[0].us,
-            relative=each[0].us / ordered[0][1][0].us,
-            schedule=each[0].schedule,
+            us=of[0].us,
+            relative=of[0].relative,
+            schedule=of[0].schedule,
             programs=programs[tile],
-            searched=whole or place == 0 or programs[tile] >= enough,
+            searched=one.whole or place == 0 or programs[tile] >= enough,
+            ties=place > 0 and any(each.schedule in one.level for each in of),
         )
-        for place, (tile, each) in enumerate(ordered)
+        for place, (tile, of) in enumerate(ordered)
     )
-
-
-def sensitivity(problems: Sequence[ProblemReport]) -> tuple[TileSensitivity, ...]:
-    """What the choice of tile is worth, for each group of problems and each regime of sizes.
-
-    Problems with fewer than two tiles that were searched enough are left out. Where a regime holds several problems, a
-    tile's figure is the geometric mean over them of its best time relative to the best tile's; only tiles searched enough
-    in all of them are compared.
-    """
-    cells: dict[tuple[Any, str], list[ProblemReport]] = defaultdict(list)
-    for report in problems:
-        if sum(tile.searched for tile in report.tiles) > 1:
-            cells[report.group, size_regime(report.size)].append(report)
-    lines = []
-    for (_, regime), members in cells.items():
-        tables = [{tile.tile: tile.relative for tile in member.tiles if tile.searched} for member in members]
-        shared = set.intersection(*(set(table) for table in tables))
-        means = {tile: statistics.geometric_mean([table[tile] for table in tables]) for tile in shared}
-        ranked = sorted(shared, key=lambda tile: (means[tile], tile))
-        if len(ranked) > 1:
-            lines.append(
-                TileSensitivity(
-                    device_name=members[0].device_name,
-                    shared=members[0].shared,
-                    accum_mode=members[0].accum_mode,
-                    regime=regime,
-                    sizes=tuple(sorted({member.size for member in members})),
-                    problems=len(members),
-                    best=ranked[0],
-                    runner_up=ranked[1],
-                    drop=means[ranked[1]] / means[ranked[0]] - 1,
-                    spread=means[ranked[-1]] / means[ranked[0]] - 1,
-                )
-            )
-    return tuple(lines)
 
 
 def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> Iterator[tuple[str, T, T]]:

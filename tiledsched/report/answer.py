@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import statistics
 from collections import Counter, defaultdict
@@ -9,21 +10,22 @@ from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of
-from tiledsched.core.schedule import HINT_KNOBS
-from tiledsched.core.text import code, figure, joined, longer, plural, short, tile_text
-from tiledsched.report.analysis import named_tile
+from tiledsched.core.registry import SHIPPED, kernel_named
+from tiledsched.core.schedule import named_tile
+from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.axes import show
-from tiledsched.report.effects import joined_effects
-from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report
+from tiledsched.report.effects import FEWEST_PROBLEMS, MOST_OTHERS, joined_effects
+from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
+from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
+from tiledsched.store.records import MeasurementSummary
 
 MOST_NAMED = 6
 """Knobs that are named in a sentence, at most; those whose values cost most are taken."""
+MOST_RULES = 5
+"""Rules in the answer, at most; the table of rules has all of them."""
 MATTERS = 0.05
 """A kernel whose worst tile costs less than this is not sensitive to its tile."""
-MODEL_ERROR = 0.034
-"""Mean error of the model's times on a GB10 at lengths from 2048, under the conditions of each publication
-(docs/results/blackwell.md). Estimates that lie closer together than this say little about which is faster."""
 
 
 def answer(report: Report) -> tuple[str, ...]:
@@ -41,98 +43,49 @@ def answer(report: Report) -> tuple[str, ...]:
         ),
     ]
     if not problems:
-        return (*lines, *_of_winners(section.problems))
-    found = [_tiles(report, problems), _default(problems), *_knobs(report, problems), _best(report, problems)]
+        return (*lines, *_tiles_served(report, section.problems), *_of_winners(section.problems))
+    found = [
+        _error(report, problems),
+        *_tiles_served(report, problems),
+        *(_served(problems) if len(problems) > 1 else _served_alone(problems[0])),
+        _tiles(report, problems),
+        _default(problems),
+        _untuned(problems),
+        *rule_sentences(report),
+        *_knobs(report, problems),
+        _highest_rate(problems),
+    ]
     return tuple(filter(None, [*lines, *found]))
 
 
-def problem_answer(one: ProblemReport, report: Report) -> str:
-    """What is known of one problem, in sentences."""
-    measured = one.provenance == MEASURED
-    where = f"On {one.device_name}" if measured else f"By the model's estimate for {report.arch}"
-    lines = [f"{where} {_best_of(one)}{', measured' if measured else ''}."]
-    others = []
-    if _tile_knobs(report) and one.second_tile:
-        others.append(
-            f"the second best {_unit(report)[1]}, {tile_text(one.second_tile.tile)}, takes "
-            f"{longer(one.second_tile.relative - 1)}"
-        )
-    elif _tile_knobs(report) and len(one.tiles) > 1:
-        tried = f"{tile_text(one.tiles[1].tile)}: {plural(one.tiles[1].programs, 'program')}"
-        lines.append(f"Too little was tried of any other {_unit(report)[1]} to say what it costs ({tried}).")
-    if one.default and one.default.relative > 1:
-        others.append(f"the untuned default takes {longer(one.default.relative - 1)}")
-    elif one.default or measured:
-        lines.append(f"The untuned default {'is the best' if one.default else 'was not timed'}.")
-    lines += [_sentence(joined(others))] if others else []
-    if one.programs > 1:
-        programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
-        near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
-        lines.append(
-            f"Of {plural(one.programs, 'program')}, the best included, {near} {'is' if near == 1 else 'are'} within 1% of the "
-            f"best time and {wider} within 5%."
-        )
-    else:
-        lines.append(f"No other schedule {'was timed' if measured else 'has an estimate'}{_raced(one)}.")
-    if one.rivals:
-        lines.append(
-            f"Of other implementations, {joined(f'{name} takes {longer(ratio - 1)}' for name, ratio in one.rivals)}."
-        )
-    return " ".join(lines)
-
-
 def next_step(report: Report) -> str:
-    """What to run to know more, with its command; empty where nothing is left open."""
-    measured, modelled = report.measured.problems, report.modelled.problems
-    if not measured and not modelled:
+    """What to run first where nothing is known, or which of the modelled problems to measure first; else empty."""
+    if not report.measured.problems and not report.modelled.problems:
         return (
-            f"Run {_command(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
+            f"Run {command_of(report, 'tune')}: where a GPU of {report.arch} is present it measures, elsewhere a performance "
             "model ranks the schedules."
         )
-    if not measured and (first := least_sure(report)):
-        return first
-    if not measured:
-        known = [one for one in modelled if one.default_drop or one.tile_drop]
-        most = max(known, key=lambda one: one.default_drop or one.tile_drop or 0.0, default=None)
-        why = ": for this problem the estimates differ most" if most else ""
-        return f"To measure, run {_command(report, 'tune', most)} on a machine with a GPU of {report.arch}{why}."
-    problems = explored(measured)
-    if not problems:
-        command = _command(report, "record", measured[0])
-        return (
-            f"To learn what other schedules cost, run {command} on the same GPU: it measures 300 programs of a problem."
-        )
-    if bare := [one for one in problems if _tile_knobs(report) and len(one.tiles) > 1 and one.second_tile is None]:
-        command, over = _command(report, "record", bare[0]), plural(len(bare), "problem")
-        unit = _unit(report)[1]
-        return f"To learn what any other {unit} costs, run {command} on the same GPU: too few were timed for {over}."
-    if unknown := [each for each in _verdicts(report, problems) if each.advice in ("unclear", "untried")]:
-        command = _command(report, "tune", max(problems, key=lambda one: one.programs), "--neighbours")
-        return (
-            f"To learn more about {_names(unknown)}, run {command} on the same GPU, and likewise for other problems: it times "
-            "schedules that differ from the best in one or two knobs."
-        )
-    return ""
+    return least_sure(report)
 
 
 def least_sure(report: Report) -> str:
     """Which modelled problems to measure first, and with which command: those whose two best tiles have estimates that lie
-    closer together than the model's mean error. Empty where there is no such problem, or nothing is modelled.
+    closer together than the model's error. Empty where there is no such problem, or the error is not known.
     """
     close = [
-        (sum(tile.relative - 1 < MODEL_ERROR for tile in one.tiles), one)
+        (sum(tile.relative - 1 <= one.tolerance for tile in one.tiles), one)
         for one in report.modelled.problems
-        if len(one.tiles) > 1 and one.tiles[1].relative - 1 < MODEL_ERROR
+        if one.error and len(one.tiles) > 1 and one.tiles[1].relative - 1 <= one.tolerance
     ]
     if not close:
         return ""
     most, first = min(close, key=lambda each: (-each[0], each[1].best.us, len(format_problem(each[1].problem))))
     tiles = " and ".join(tile_text(tile.tile) for tile in first.tiles[:2])
     return (
-        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles are within "
-        f"{MODEL_ERROR * 100:.1f}% of each other, which is the model's mean error where others measured, so measure these first. "
+        f"For {len(close)} of {len(report.modelled.problems)} modelled problems the estimates of the two best tiles differ by "
+        "less than the model's error, so measure these first. "
         f"The least sure is {first.problem}, with {most} tiles that close, the best of them {tiles}: run "
-        f"{_command(report, 'tune', first)} on a machine with this GPU."
+        f"{command_of(report, 'tune', first)} on a machine with this GPU."
     )
 
 
@@ -163,6 +116,28 @@ def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
     return f"{said}."
 
 
+def _error(report: Report, problems: Sequence[ProblemReport]) -> str:
+    """How far the model is off on problems like these; empty where they were measured."""
+    if problems[0].provenance == MEASURED:
+        return ""
+    known = [one.error for one in problems if one.error]
+    unknown = f"never compared with measurements of {report.kernel} on {report.arch} that the model was not fitted to"
+    if not known:
+        return f"Estimates like these were {unknown}: they do not tell which schedule is faster."
+    least, most = (percent(end(error.mean for error in known)) for end in (min, max))
+    off = f"{least} to {most} off on average, depending on size and tile" if least != most else f"{most} off on average"
+    said = f"Estimates like these were {off} ({joined(dict.fromkeys(error.source for error in known))})."
+    rest = len(problems) - len(known)
+    return said + (f" For {rest} of {plural(len(problems), 'problem')} they were {unknown}." if rest else "")
+
+
+def rule_sentences(report: Report) -> list[str]:
+    """For which problems each value of a knob is good, as far as rules were found."""
+    found = rules_of((report.measured if report.measured.problems else report.modelled).problems, report.tile)
+    sentences = [f"{rule.text} ({rule.score})" for rule in found[:MOST_RULES]]
+    return [f"Which value is good depends on the problem. {'. '.join(sentences)}."] if found else []
+
+
 def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
     """What can be said where little but the best schedules has a time."""
     if not problems:
@@ -176,30 +151,92 @@ def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
     return lines + ([_sentence(_best_of(problems[0]))] if len(problems) == 1 else [])
 
 
-def _raced(one: ProblemReport) -> str:
-    """What the entry says of the runner-up, whose own time is not known."""
-    if one.runner_up is None or one.runner_up_drop is None:
-        return ""
-    return f", but the race's runner-up, {short(one.runner_up.schedule)}, took {longer(one.runner_up_drop)}"
-
-
-def _tile_knobs(report: Report) -> tuple[str, ...]:
-    """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
-    found = report.tile_knobs or ()
-    return () if {*found} & {*HINT_KNOBS} else found
-
-
 def _unit(report: Report) -> tuple[str, str]:
     """What the two knobs of a tile map are called, and one of their values: a tile, or by their names."""
-    knobs = _tile_knobs(report)
+    knobs = report.tile
     if named_tile(knobs) or all(any(word in knob.lower() for word in ("tile", "block")) for knob in knobs):
         return "its tile", "tile"
     return " and ".join(map(code, knobs)), "pair of values"
 
 
+def tile_unit(report: Report) -> str:
+    """What a tile of the report's map is called; empty where the kernel has no tile."""
+    return _unit(report)[1] if report.tile else ""
+
+
+def _tiles_served(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+    """For how many of several problems each tile is served."""
+    found = [each.schedule for one in problems if (each := one.explained) and {*report.tile} <= {*each.schedule}]
+    if len(problems) < 2 or not found or not report.tile:
+        return []
+    counts = Counter(tile_text((each.number(report.tile[0]), each.number(report.tile[1]))) for each in found)
+    (first, number), *others = counts.most_common()
+    most = _sentence(f"{_unit(report)[1]} {first} is served for {number} of {len(problems)} problems")[:-1]
+    return [f"{joined([most, *(f'{each} for {times}' for each, times in others)])}."]
+
+
+def _served(problems: Sequence[ProblemReport]) -> list[str]:
+    """How what `explain` serves compares with the fastest that was timed."""
+    measured, said = problems[0].provenance == MEASURED, list[str]()
+    apart = [one for one in problems if one.serves is None]
+    faster = [one for one in problems if one.faster]
+    longest = [one for one in problems if one.serves and one.leader is not one.serves and not one.faster]
+    first_of = [one for one in problems if one.serves and one.serves.us <= one.best.us]
+    ties = len(problems) - len(apart) - len(faster) - len(longest) - len(first_of)
+    among = "the fastest that was timed" if measured else "the one with the shortest estimate"
+    tied = "ties with it" if measured else "differs from that one by no more than the model's error"
+    parts = [
+        f"is {among} for {len(first_of)}" if first_of else "",
+        f"{tied} for {ties}" if ties else "",
+        f"is surely slower than another for {len(faster)}" if faster else "",
+        f"has a longer estimate than another for {len(longest)}" if longest else "",
+        f"{'was not timed beside the others' if measured else 'has no estimate'} for {len(apart)}" if apart else "",
+    ]
+    said.append(f"Of {len(problems)} problems, the schedule that `explain` serves {joined(filter(None, parts))}.")
+    if faster:
+        worst = max(faster, key=lambda one: one.serves.relative if one.serves else 1.0)
+        said.append(f"For {worst.problem}, {short(worst.leader.schedule)} is the faster: {_apart(worst)}.")
+    return said
+
+
+def _apart(one: ProblemReport) -> str:
+    """By how much another schedule is surely faster than the one served, with both times and their days."""
+    assert one.serves
+    times = [
+        f"{figure(each.us)} µs{f' on {each.taken:%Y-%m-%d}' if each.taken else ''}" for each in (one.best, one.serves)
+    ]
+    return (
+        f"it took {times[0]}, and {short(one.serves.schedule)}, which is served, {times[1]}. That is "
+        f"{longer(1 / one.serves.relative - 1)}, but the two were not raced against each other"
+    )
+
+
+def _served_alone(one: ProblemReport) -> list[str]:
+    """What is served for the only problem of a report, with its time where it has one."""
+    if one.explained is None:
+        return [_sentence(_best_of(one))]
+    served, measured = short(one.explained.schedule), one.provenance == MEASURED
+    best = f"{short(one.best.schedule)}, {best_time(one, one.best)}"
+    if one.serves is None:
+        known = "was not timed beside the others" if measured else "has no estimate"
+        if one.other_run:
+            known = f"took {run_text(one.other_run)}, in another run, and {known}"
+        return [
+            f"`explain` serves {served}, which {known}. The {'fastest of these' if measured else 'shortest'} is {best}."
+        ]
+    said = [f"`explain` serves {served}: {best_time(one, one.serves)}."]
+    if one.faster:
+        said.append(f"Another is surely faster, {short(one.best.schedule)}: {_apart(one)}.")
+    elif one.serves.us > one.best.us:
+        known = "no more than the model's error away" if one.error else "how far such estimates are off is not known"
+        which = "fastest" if measured else "shortest estimate"
+        said.append(f"The {which} is {best}; {'that is a tie' if measured else known}.")
+    return said
+
+
 def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     """How sensitive the kernel is to its tile."""
-    if not _tile_knobs(report):
+    if not report.tile:
         return ""
     what, unit = _unit(report)
     second = [one.tile_drop for one in problems if one.tile_drop is not None]
@@ -209,55 +246,141 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
             f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
         )
     measured = problems[0].provenance == MEASURED
-    where = f"On {joined(_devices(problems))}" if measured else "By the estimate"
-    drop, most = statistics.median(second), statistics.median(worst) if worst else 0.0
+    where = f"On {joined(_devices(problems))}"
+    most = statistics.median(worst) if worst else 0.0
+    if not measured:
+        two = [sorted(tile.us for tile in one.tiles)[:2] for one in problems if one.tile_drop is not None]
+        apart = sum(not one.second_tile.ties for one in problems if one.second_tile and one.error)
+        error = (
+            f", for {apart} of them by more than the model's error" if apart else ", by no more than the model's error"
+        )
+        error = error if any(one.error for one in problems) else ""
+        near = f"{percent(statistics.median(slower / faster - 1 for faster, slower in two))} ({_median(second)})"
+        return f"By the estimate, the two best {unit}s differ by {near}{error}; the worst takes {longer(most)}."
+    drop = statistics.median(second)
+    ties = sum(one.second_tile.ties for one in problems if one.second_tile)
     said = f"{longer(drop)} ({_median(second)})"
+    if ties == len(second):
+        said, takes = f"({_median(second)})", "ties with the best"
+    else:
+        takes, said = "takes", f"{said}; it ties with the best for {ties} of them" if ties else said
     if most > drop:
-        said += f", and the worst {longer(most)}" + ("" if len(worst) == len(second) else f" ({_median(worst)})")
-    if drop > (AS_GOOD if measured else MODEL_ERROR):
-        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} takes {said}."
+        said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
+        said += "" if len(worst) == len(second) else f" ({_median(worst)})"
+    if not measured:
+        apart = [one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None and one.error]
+        which = f" The two differ by more than the model's error for {sum(apart)} of {plural(len(apart), 'problem')}."
+        return f"{where}, the second best {unit} {takes} {said}.{which if apart else ''}"
+    if len(second) < FEWEST_PROBLEMS:
+        return f"{where}, the second best {unit} {takes} {said}."
+    if drop > AS_GOOD:
+        return f"{where}, {report.kernel} is sensitive to {what}: the second best {unit} {takes} {said}."
     verdict = f"has more than one good {unit}" if most > MATTERS else f"is not sensitive to {what}"
-    error = "" if measured else f" Differences below {MODEL_ERROR * 100:.1f}% are within the model's error."
-    return f"{where}, {report.kernel} {verdict}: the second best takes {said}.{error}"
+    return f"{where}, {report.kernel} {verdict}: the second best {takes} {said}."
 
 
 def _default(problems: Sequence[ProblemReport]) -> str:
+    """What the compiler defaults cost."""
     drops = [one.default_drop for one in problems if one.default_drop is not None]
     if not drops:
-        return "The untuned default was not timed." if problems[0].provenance == MEASURED else ""
+        return "The compiler defaults were not timed." if problems[0].provenance == MEASURED else ""
+    rest = len(problems) - len(drops)
+    return f"The compiler defaults take {_cost(drops)}{f'; for {rest} they have no time' if rest else ''}."
+
+
+def _untuned(problems: Sequence[ProblemReport]) -> str:
+    """What is lost where a problem was never tuned, as far as it was timed, and what such choices lost elsewhere."""
+    choices = [one.untuned for one in problems if one.untuned]
+    drops = [each.relative - 1 for each in choices if each.relative is not None]
+    unknown = [each for each in choices if each.relative is None]
+    if {each.provenance for each in choices} <= {"default"}:
+        return "Without tuning, the compiler defaults are served." if choices else ""
+    no_time = "was not timed" if problems[0].provenance == MEASURED else "has no estimate"
+    said = f"takes {_cost(drops)}" if drops else f"{no_time} here"
+    if drops and unknown:
+        said += f"; for the other {len(unknown)} that schedule {no_time}"
+    expected = {each.expected for each in unknown if each.expected}
+    if expected:
+        means = sorted(each.mean for each in expected)
+        mean = " to ".join(dict.fromkeys((percent(means[0]), percent(means[-1]))))
+        archs = joined(sorted({each.arch for each in expected}))
+        said += (
+            f". On problems of {archs} that were hidden from it, such choices lost {mean} on average, and at worst "
+            f"{percent(max(each.worst for each in expected))}"
+        )
+    return f"What is served without tuning {said}."
+
+
+def _cost(drops: Sequence[float]) -> str:
+    """Losses over the best time in words: their median and the largest."""
     drop = statistics.median(drops)
-    if drop <= AS_GOOD:
-        return f"The untuned default is as good as the best schedule: it takes {longer(drop)} ({_median(drops)})."
-    return f"The untuned default takes {longer(drop, 'the best schedule')} ({_median(drops)})."
+    most = f", at most {longer(max(drops))}" if len(drops) > 1 and max(drops) > drop + 0.0005 else ""
+    return f"{longer(drop, 'the best schedule')} ({_median(drops)}{most})"
 
 
-def _verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
-    return [each for each in joined_effects(problems) if each.knob not in _tile_knobs(report)]
+def verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerdict]:
+    """What to do about each knob but those of the tile."""
+    return [each for each in joined_effects(problems) if each.knob not in report.tile]
 
 
 def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
     """What to do about the other knobs."""
     of: dict[str, list[KnobVerdict]] = defaultdict(list)
-    for each in _verdicts(report, problems):
-        unseen = problems[0].provenance != MEASURED and _without_effect(each)
-        of["unseen" if unseen else each.advice].append(each)
+    measured = problems[0].provenance == MEASURED
+    section = report.measured if measured else report.modelled
+    ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
+    for each in verdicts(report, problems):
+        of["rule" if (each.knob,) in ruled else each.advice].append(each)
+    of["won"] = [each for each in of["unclear"] if _agreed(each)]
+    of["unclear"] = [each for each in of["unclear"] if not _agreed(each)]
     chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
-    left = [f"{code(each.knob)} at {show(each.value)}" for each in of["leave"]]
-    what, too = "problem" if len(problems) > 1 else "program", ", too" if chosen else ""
+    too = ", too" if chosen else ""
     sentences = {
+        "leave": f"Leave {_kept(of['leave'])}: no other value compared is more than 1% faster.",
+        "same": f"Differences below 1% are all that is known between values of {_names(of['same'])}.",
+        "few": f"Too few problems to advise: no other value compared is more than 1% faster than {_kept(of['few'])}.",
         "choose": f"Tune {_list(chosen)} for each problem.",
-        "leave": f"Leave {_list(left)}: no other value tried is more than 1% faster.",
-        "unseen": f"The model sees no difference between values of {_names(of['unseen'])}.",
-        "unclear": f"Tune {_names(of['unclear'])}{too}: no value is known to be good for every {what}.",
+        "unclear": f"Tune {_won(of['unclear'])}{too}: no value is known to be good for every problem.",
+        "won": f"Pairs of programs settle nothing about {_won(of['won'])}, of which nearly all winners have one value.",
         "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
     }
+    if not measured:
+        told = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in (*of["choose"], *of["leave"])]
+        sentences = {
+            "told": f"By more than the model's error differ the values of {_list(told)}.",
+            "unclear": f"The model cannot tell the values of {_names(of['unclear'])} apart: it is further off than they differ.",
+        }
+        of["told"] = [*of["choose"], *of["leave"]]
     return [sentence for advice, sentence in sentences.items() if of[advice]]
 
 
-def _without_effect(verdict: KnobVerdict) -> bool:
-    """Whether no value compared makes any difference: a model may know nothing of a knob."""
-    ratios = [each.ratio for each in verdict.effects if each.ratio is not None]
-    return bool(ratios) and all(abs(ratio - 1) < 1e-6 for ratio in ratios)
+def _agreed(verdict: KnobVerdict) -> bool:
+    """Whether nearly all winners of searches have one value."""
+    total = sum(number for _, number in verdict.winners)
+    return total >= FEWEST_PROBLEMS and verdict.winners[0][1] >= (1 - MOST_OTHERS) * total
+
+
+def _kept(verdicts: Sequence[KnobVerdict]) -> str:
+    """Knobs at a value, with the evidence: `x` at 1 (over 14 problems; 2 of 489 winners of searches have another value)."""
+    words = []
+    for place, each in enumerate(verdicts):
+        total = sum(number for _, number in each.winners)
+        rest = total - dict(each.winners).get(each.value, 0)
+        have = f" of searches {'has' if rest == 1 else 'have'} another value" if place == 0 else ""
+        others = f"; {rest} of {plural(total, 'winner')}{have}" if total else ""
+        where = f"{'over ' if place == 0 else ''}{plural(each.problems, 'problem')}{others}"
+        words.append(f"{code(each.knob)} at {show(each.value)} ({where})")
+    return _list(words)
+
+
+def _won(verdicts: Sequence[KnobVerdict]) -> str:
+    """Knobs with the values that winners of searches have most often: `x` (winners of searches: 2 for 237, 1 for 187)."""
+    words = list[str]()
+    for each in verdicts:
+        first = "" if words else "winners of searches: "
+        values = ", ".join(f"{show(value)} for {number}" for value, number in each.winners[:3])
+        words.append(code(each.knob) + (f" ({first}{values})" if values else ""))
+    return _list(words)
 
 
 def _preferred(verdict: KnobVerdict, problems: int) -> str:
@@ -268,36 +391,34 @@ def _preferred(verdict: KnobVerdict, problems: int) -> str:
         *(f"{show(value)} for {n}" for value, n in others),
     ]
     rest = problems - sum(times for _, times in verdict.preferred)
-    return ", ".join([*words, *([f"none surely for {rest}"] if rest else [])])
+    none = "the model cannot tell for" if any(each.estimated for each in verdict.effects) else "none surely for"
+    return ", ".join([*words, *([f"{none} {rest}"] if rest else [])])
 
 
-def _best(report: Report, problems: Sequence[ProblemReport]) -> str:
-    """The best schedule of the only problem, or how often each tile is best and where the rate is highest."""
-    if len(problems) == 1:
-        return _sentence(_best_of(problems[0]))
-    said, unit = "", _unit(report)[1]
-    counts = Counter(one.tiles[0].tile for one in problems if one.tiles and _tile_knobs(report)).most_common()
-    if counts:
-        (first, number), *others = counts
-        best, more = (
-            f"{tile_text(first)} is the best {unit} for",
-            [f"{tile_text(tile)} for {times}" for tile, times in others],
-        )
-        said = f"Of {len(problems)} problems, {joined([f'{best} {number}', *more])}. " if more else f"{best} all. "
+def _highest_rate(problems: Sequence[ProblemReport]) -> str:
+    """Where the rate is highest, of several problems."""
     units = Counter(unit_of(one.problem) for one in problems)
     unit = max(units, key=lambda each: units[each])
-    top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.best.rate)
-    return f"{said}Among these problems, the highest rate is that of {top.problem}: {short(top.best.schedule)}, {_time(top)}."
+    top = max((one for one in problems if unit_of(one.problem) == unit), key=lambda one: one.leader.rate)
+    if len(problems) == 1 or not top.leader.rate:
+        return ""
+    best = f"{short(top.leader.schedule)}, {best_time(top, top.leader)}"
+    return f"Among these problems, the highest rate is that of {top.problem}: {best}."
 
 
 def _best_of(one: ProblemReport) -> str:
-    return f"the best schedule is {short(one.best.schedule)}: {_time(one)}"
+    return f"the best schedule is {short(one.leader.schedule)}: {best_time(one, one.leader)}"
 
 
-def _time(one: ProblemReport) -> str:
-    """The best time of a problem and its rate."""
-    rate = f" ({figure(one.best.rate)} {unit_of(one.problem)})" if one.best.rate else ""
-    return f"{figure(one.best.us)} µs{rate}"
+def run_text(taken: MeasurementSummary) -> str:
+    """A measured time and its day."""
+    return f"{figure(taken.median_us)} µs on {taken.created_at:%Y-%m-%d}"
+
+
+def best_time(one: ProblemReport, timed: Timed) -> str:
+    """A time of a problem and its rate."""
+    rate = f" ({figure(timed.rate)} {unit_of(one.problem)})" if timed.rate else ""
+    return f"{figure(timed.us)} µs{rate}"
 
 
 def _median(values: Sequence[float]) -> str:
@@ -312,16 +433,26 @@ def _devices(problems: Sequence[ProblemReport]) -> list[str]:
     return [*dict.fromkeys(one.device_name for one in problems)]
 
 
-def _command(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
+def command_of(report: Report, name: str, one: ProblemReport | None = None, *more: str) -> str:
+    """A command about the kernel and the arch of a report, as code; with a problem, about that."""
+    return code(shlex.join(["tiledsched", *name.split(), *target_of(report, one), *more]))
+
+
+def target_of(report: Report, one: ProblemReport | None = None) -> list[str]:
+    """The words of a command that name the kernel and the arch of a report; with a problem, that too. A kernel of one's own is
+    named by its file.
+    """
+    kernel = report.kernel if report.kernel in SHIPPED else kernel_named(report.kernel).locator()
     problem = ["-p", format_problem(one.problem)] if one else []
-    return code(shlex.join(["tiledsched", name, report.kernel, "--arch", report.arch, *problem, *more]))
+    return [os.path.relpath(kernel) if os.path.isabs(kernel) else kernel, "--arch", report.arch, *problem]
 
 
 def _names(verdicts: Iterable[KnobVerdict]) -> str:
     return _list([code(each.knob) for each in verdicts])
 
 
-def _list(words: Sequence[str]) -> str:
+def _list(found: Iterable[str]) -> str:
+    words = [*found]
     more = len(words) - MOST_NAMED
     return joined([*words[:MOST_NAMED], f"{more} more"] if more > 1 else words)
 

@@ -54,57 +54,146 @@ const savers = (spec, name) => {
   }
   return links;
 };
-const draw = async (place, spec, name) => {
+const draw = async (place, spec, name, picked) => {
   try {
     place.view?.finalize();
     const [shown, more] = fitted(spec, place.clientWidth);
     const config = colours();
+    if (picked) delete shown.title?.subtitle;  // the page says it above; a picture that is saved says it itself
     const own = {...shown, background: null, config: {...config, legend: {...config.legend, ...more.legend}}};
     const result = await vegaEmbed(place, own, {actions: false, renderer: "svg"});
     place.view = result.view;
+    if (picked) place.view.addEventListener("click", (event, item) => { if (item?.datum?.at != null) picked(item.datum); });
     const {panelColumns, ...whole} = spec;
     place.append(savers(whole, name));
     place.dataset.drawn = "yes";
   } catch (error) { failed(place, error); }
 };
+// With ?all every chart is drawn at once, as for printing; else each once its place is to be seen.
+const atOnce = location.search == "?all";
 const waiting = new IntersectionObserver(seen => {
   for (const {isIntersecting, target} of seen) if (isIntersecting) { waiting.unobserve(target); target.draw(); }
 }, {rootMargin: "600px"});
-const whenSeen = (place, drawing) => { place.draw = drawing; waiting.observe(place); };
-for (const place of document.querySelectorAll(".chart[data-spec]"))
-  whenSeen(place, () => draw(place, read(place.dataset.spec), place.dataset.spec.replace(/^chart-/, "")));
+const whenSeen = (place, drawing) => { place.draw = drawing; if (atOnce) drawing(); else waiting.observe(place); };
+// Rows from the columns that the file holds.
+const unpacked = ({rows, columns}, texts) => {
+  const names = Object.keys(columns);
+  const lists = names.map(name => {
+    const {same, of, at, width, texts: places} = columns[name];
+    return Array.isArray(columns[name]) ? columns[name] : of ? at.match(RegExp(`.{${width}}`, "g")).map(digits => of[parseInt(digits, 36)]) :
+      places ? places.map(place => texts[place]) : Array(rows).fill(same);
+  });
+  return Array.from({length: rows}, (_, at) => Object.fromEntries(names.map((name, place) => [name, lists[place][at]])));
+};
+for (const place of document.querySelectorAll(".chart[data-spec]")) {
+  const spec = read(place.dataset.spec);
+  if (spec.data?.packed) spec.data = {values: unpacked(spec.data.packed, spec.data.texts)};
+  whenSeen(place, () => draw(place, spec, place.dataset.spec.replace(/^chart-/, "")));
+}
+
+const KNOB = "k:", shown = value => value === true ? "yes" : value === false ? "no" : String(value);
+const knobsOf = row => Object.keys(row).filter(name => name.startsWith(KNOB) && row[name] != null);
+const schedule = row => Object.fromEntries(knobsOf(row).map(name => [name.slice(KNOB.length), row[name]]));
+const quoted = value => `'${JSON.stringify(value).replaceAll("'", "'\\''")}'`;
+// The squares of the map of two knobs, as the report's own code makes them for the two that it begins with.
+const squares = (programs, [first, second]) => {
+  const found = new Map();
+  for (const row of programs) {
+    const rows = shown(row[first]), columns = shown(row[second]), key = `${rows} ${columns}`;
+    const best = found.get(key);
+    if (best) { best.programs++; best.mark = [best.mark, row.mark].sort((a, b) => MARKS.indexOf(b) - MARKS.indexOf(a))[0]; }
+    else found.set(key, {rows, columns, relative: row.relative, us: row.us, at: row.at, mark: row.mark, programs: 1});
+  }
+  return [...found.values()].map(each => ({...each, said: each.relative.toFixed(2) + (each.programs < FEWEST ? "?" : "")}));
+};
+const FEWEST = 4, MARKS = ["", "tie", "best", "served"];
+const element = (name, text = "", parts = []) => {
+  const made = document.createElement(name);
+  made.textContent = text;
+  made.append(...parts);
+  return made;
+};
 
 // Views of one case at a time, chosen by its values.
 for (const section of document.querySelectorAll(".explorer")) {
   const {first, views, cases, shared, texts} = read(section.dataset.cases);
-  const rowsOf = columns => {
-    const names = Object.keys(columns);
-    const lists = names.map(name => columns[name].texts ? columns[name].texts.map(at => texts[at]) : columns[name]);
-    return names.length ? lists[0].map((_, at) => Object.fromEntries(names.map((name, place) => [name, lists[place][at]]))) : [];
-  };
-  const choices = section.querySelector(".choices"), selects = {};
+  const part = name => section.querySelector(`.${name}`);
+  const choices = part("choices"), selects = {};
   const titles = [...new Set(cases.flatMap(one => Object.keys(one.values)))];
   const ordered = values => values.sort((a, b) => parseFloat(a) - parseFloat(b) || (a < b ? -1 : a > b ? 1 : 0));
   const numeric = values => values.every(value => !isNaN(parseFloat(value)));
   let current = cases[first];
+  // All of one program: its schedule, what it takes, and what to run.
+  const pick = (programs, {at}) => {
+    const row = programs[at], served = programs.find(each => each.mark == "served") || programs[0];
+    const other = row.at == served.at ? programs.find(each => !each.mark) || programs[1] : served;
+    const marks = {served: " This is what is served.", tie: " It cannot be told apart from what is served.", best: " The best."};
+    const takes = row.registers == null ? "not known" : `${row.registers} registers per thread, ${row.spilled} bytes spilled, ` +
+      `${row.threads} threads and ${row.shared} bytes of shared memory per block, ${row.blocks} blocks per SM, ${row.code} bytes of code`;
+    const lines = [
+      ["Schedule", JSON.stringify(schedule(row))], ["Takes", takes],
+      ["Reproduce", `tiledsched tune ${current.target} --candidates ${quoted([schedule(row)])}`]];
+    if (other) lines.push([`Machine code beside that of ${other == served ? "what is served" : "the runner-up"}`,
+      `tiledsched study profile ${current.target} --sass --candidates ${quoted([schedule(other), schedule(row)])}`]);
+    const close = element("button", "close");
+    close.onclick = () => { part("picked").hidden = true; };
+    part("picked").replaceChildren(close,
+      element("p", `${row.us} µs, ${row.relative.toFixed(3)} times the best time.${marks[row.mark] || ""}`),
+      ...lines.map(([what, text], place) => element("p", `${what}: `, [element(place == 1 ? "span" : "code", text)])));
+    part("picked").hidden = false;
+  };
   const show = chosen => {
     current = chosen;
     for (const [title, select] of Object.entries(selects)) select.value = chosen.values[title] ?? "";
-    section.querySelector(".lead").innerHTML = chosen.lead;
+    part("top").innerHTML = chosen.top;
+    part("facts").innerHTML = chosen.facts;
+    if (part("picked")) part("picked").hidden = true;
+    const data = Object.fromEntries(Object.entries(chosen.rows).map(
+      ([name, rows]) => [name, unpacked(typeof rows == "string" ? shared[rows] : rows, texts)]));
+    const programs = data.programs || [], served = programs.find(row => row.mark == "served") || programs[0];
+    programs.forEach((row, at) => { row.at = at; row.relative = row.us / row.best_us; });
+    for (const row of programs) row.differs = knobsOf(row).filter(name => row[name] !== served[name])
+      .map(name => `${name.slice(KNOB.length)}=${shown(row[name])}`).join(" ") || "nothing";
+    const told = rows => rows.forEach(row => { if (row.at != null) row.differs = programs[row.at]?.differs; });
+    Object.values(data).forEach(told);
     for (const figure of section.querySelectorAll(".view")) {
-      const {heading, spec, main} = views[figure.dataset.view], place = figure.querySelector(".chart");
-      const data = Object.fromEntries(Object.entries(chosen.rows).map(
-        ([name, rows]) => [name, rowsOf(typeof rows == "string" ? shared[rows] : rows)]));
-      figure.querySelector(".note").innerHTML = chosen.notes[figure.dataset.view] || "";
+      const {title: heading, spec, main} = views[figure.dataset.view], place = figure.querySelector(".chart");
+      figure.querySelector(".note").innerHTML = texts[chosen.notes[figure.dataset.view]] || "";
       const empty = !data[main].length;
       figure.classList.toggle("empty", empty);
+      figure.classList.toggle("tall", data[main].length > 14 && main == "effects");
       delete place.dataset.drawn;
-      if (empty) { place.view?.finalize(); place.view = null; place.textContent = heading; continue; }
-      const title = {text: heading, subtitle: [chosen.title, chosen.source], anchor: "start", offset: 12};
-      const name = `${figure.dataset.view}-${chosen.title}`.replace(/\W+/g, "_");
+      if (empty) { place.view?.finalize(); place.view = null; place.replaceChildren(); waiting.unobserve(place); continue; }
+      const drawn = (title, values) => whenSeen(place, () => draw(place, {
+        ...spec, title: {text: title, subtitle: [chosen.title, chosen.source], anchor: "start", offset: 12}, datasets: values},
+        `${figure.dataset.view}-${chosen.title}`.replace(/\W+/g, "_"), row => pick(programs, row)));
       waiting.unobserve(place);
-      whenSeen(place, () => draw(place, {...spec, title, datasets: data}, name));
+      if (figure.dataset.view == "pairs") pairs(figure, chosen.pair, programs, told, (pair, rows) =>
+        drawn(`${pair.map(name => name.slice(KNOB.length)).join(" (upwards) and ")} together`, {pairs: rows}));
+      else drawn(heading, data);
     }
+  };
+  // The two knobs of the map of pairs, which the reader chooses.
+  const pairs = (figure, pair, programs, told, drawn) => {
+    const varying = knobsOf(programs[0]).filter(name => new Set(programs.map(row => row[name])).size > 1);
+    const both = pair.map((name, place) => {
+      const select = document.createElement("select");
+      select.setAttribute("aria-label", place ? "knob to the right" : "knob upwards");
+      for (const each of varying) select.append(new Option(each.slice(KNOB.length), each));
+      select.value = name;
+      select.onchange = anew;
+      return select;
+    });
+    function anew() {
+      const chosen = both.map(select => select.value), rows = squares(programs, chosen);
+      told(rows);
+      drawn(chosen, rows);
+    }
+    figure.querySelector(".choices")?.remove();
+    const box = element("div", "", both);
+    box.className = "choices";
+    figure.prepend(box);
+    anew();
   };
   for (const title of titles) {
     const values = [...new Set(cases.map(one => one.values[title] ?? ""))];

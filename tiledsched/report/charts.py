@@ -14,18 +14,17 @@ from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
+from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import change, plural
-from tiledsched.report.analysis import named_tile
+from tiledsched.report.analysis import FEWEST_PROGRAMS
 from tiledsched.report.document import View
 from tiledsched.report.effects import joined_effects
 from tiledsched.report.records import ProblemReport, Report
 from tiledsched.report.vega import BINARY, BLUE, GREEN, ORANGE, RED, SIZES, Spec, chart, quantity, tips, titled, word
-from tiledsched.report.views import SCALE_END, choices_of, knob_rows, source_of, tile_rows
+from tiledsched.report.views import DEFAULTS, SCALE_END, SERVED, UNTUNED, knob_rows, source_of
 
 GOLDEN = 0.618034
 """Multiples of the golden ratio modulo 1 are spread evenly. They move dots apart that would hide each other."""
-MOST_PANELS = 80
-"""Tile maps drawn side by side, at most."""
 LEAST_OF_GROUP = 3
 """Where any group has at least this many problems, only groups with as many get a panel of rates."""
 RATIOS: Spec = {
@@ -57,7 +56,8 @@ def costs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
         for place, one in enumerate(problems)
         for choice, drop in (
             ("second best tile", one.tile_drop),
-            ("default schedule", one.default_drop),
+            (UNTUNED, one.untuned.relative - 1 if one.untuned and one.untuned.relative else None),
+            (DEFAULTS, one.default_drop),
             ("median program", one.median_us / one.best.us - 1 if one.programs > 2 else None),
         )
         if drop is not None
@@ -74,7 +74,7 @@ def costs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
         scale={**RATIOS["scale"], "domainMin": 1},
         axis=RATIOS["axis"],
     )
-    y = word("choice", None, axis={"labelLimit": 140})
+    y = word("choice", None, axis={"labelLimit": 140}) | {"sort": [*COSTS, "median program"]}
     dots = {
         "mark": {"type": "circle", "size": 55, "opacity": 0.5, "color": BLUE},
         "encoding": {
@@ -110,30 +110,33 @@ def costs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
     )
 
 
-def tile_map(report: Report) -> Spec:
-    """A square for each tile size, coloured by its best time: the rows of `views.tile_rows`."""
-    first, second = report.tile_knobs or ("rows", "columns")
+def heat_map(first: str | None, second: str | None) -> Spec:
+    """A square for each two values of two knobs, coloured by its best time. What is served is outlined, and ties are dashed."""
+    bare = {"domain": False, "ticks": False}  # lines of axes would cut outlines
     encoding: Spec = {
-        "x": {"field": "columns", "type": "ordinal", "title": second, "axis": {"labelAngle": 0}},
-        "y": {"field": "rows", "type": "ordinal", "title": first, "sort": "descending"},
-        "color": quantity("relative", "time / best", scale=COST),
+        "x": {"field": "columns", "type": "ordinal", "title": second, "axis": {"labelAngle": 0, **bare}},
+        "y": {"field": "rows", "type": "ordinal", "title": first, "sort": "descending", "axis": bare},
         "tooltip": tips(
-            rows=first,
-            columns=second,
-            said="time / best tile",
+            said="time / best",
             us="µs",
             programs="programs tried",
-            schedule="its best schedule",
+            mark="this is",
+            differs="its best differs from what is served in",
         ),
     }
+    outline: Spec = {"type": "rect", "filled": False, "stroke": RED, "strokeWidth": 3}
     return {
         "layer": [
-            {"mark": {"type": "rect"}, "encoding": encoding},
             {
-                "mark": {"type": "rect", "filled": False, "stroke": RED, "strokeWidth": 3},
-                "encoding": encoding | {"color": {"value": RED}},
-                "transform": [{"filter": "datum.best"}],
+                "mark": {"type": "rect"},
+                "encoding": {**encoding, "color": quantity("relative", "time / best", scale=COST)},
             },
+            {
+                "mark": {**outline, "strokeDash": [4, 3]},
+                "encoding": encoding,
+                "transform": [{"filter": "datum.mark == 'tie'"}],
+            },
+            {"mark": outline, "encoding": encoding, "transform": [{"filter": "datum.mark && datum.mark != 'tie'"}]},
             {
                 "mark": {"type": "text", "fontSize": 11},
                 "encoding": encoding
@@ -146,62 +149,11 @@ def tile_map(report: Report) -> Spec:
     }
 
 
-def panel_names(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
-    """What tells problems apart, in two lines with a bar between them."""
-    chosen = [choices_of(report, one, report.axes.optional) for one in problems]
-    differing = [title for title in chosen[0] if len({values[title] for values in chosen}) > 1]
-    names: list[str] = []
-    for one, values in zip(problems, chosen, strict=True):
-        words = [f"{title}={values[title]}" for title in differing if values[title] not in ("yes", "no")]
-        words += [title for title in differing if values[title] == "yes"]
-        words = words or [str(one.problem)]
-        half = -(-len(words) // 2)
-        name = f"{' '.join(words[:half])}|{' '.join(words[half:])}"
-        names.append(f"{name} ({names.count(name) + 1})" if name in names else name)
-    return names
-
-
-def tile_panels(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
-    """The tile maps of problems on one scale, each with the cells that exist and no others."""
-    mapped = [one for one in problems if len(one.tiles) > 1]
-    if not mapped or report.tile_knobs is None:
-        return None
-    drawn = sorted(sorted(mapped, key=lambda one: -one.programs)[:MOST_PANELS], key=mapped.index)
-    names = panel_names(report, drawn)
-    rows = [
-        row | {"panel": name, "problem": str(one.problem)}
-        for name, one in zip(names, drawn, strict=True)
-        for row in tile_rows(one)
-    ]
-    first, second = report.tile_knobs
-    panel = tile_map(report)
-    for layer in panel["layer"]:
-        for channel in ("x", "y"):
-            layer["encoding"] = {**layer["encoding"], channel: {**layer["encoding"][channel], "title": None}}
-        if "scale" in layer["encoding"]["color"]:
-            layer["encoding"]["color"] = {**layer["encoding"]["color"], "legend": None}
-    header = {"labelExpr": "split(datum.label, '|')", "labelFontSize": 10, "labelLineHeight": 12}
-    most = "" if len(drawn) == len(mapped) else f" of the {len(drawn)} problems with the most programs"
-    return titled(
-        chart(
-            rows,
-            {
-                "facet": {"field": "panel", "type": "nominal", "title": None, "sort": names, "header": header},
-                "columns": 6,
-                "panelColumns": len({row["columns"] for row in rows}),
-                "spec": {**panel, "width": {"step": 38}, "height": {"step": 26}},
-                "resolve": {"axis": {"x": "independent", "y": "independent"}},
-                "spacing": 16,
-            },
-        ),
-        f"Tile maps{most}: {first} upwards, {second} to the right",
-        source_of_problems(report, drawn),
-    )
-
-
 ADVICE = {
     "choose": ("choose it for each problem", ORANGE),
     "leave": ("leave it", BLUE),
+    "same": ("no difference that matters", BLUE),
+    "few": ("compared for too few problems", "#888888"),
     "unclear": ("no value known to be good for all", "#888888"),
     "untried": ("untried", "#888888"),
 }
@@ -212,6 +164,7 @@ def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
     rows = [
         row | {"advice": ADVICE[verdict.advice][0]}
         for verdict in joined_effects(problems)
+        if verdict.knob not in (report.tile_knobs or ())
         for row in knob_rows(verdict.effects)
     ]
     if not rows:
@@ -233,10 +186,12 @@ def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
 
 
 def effects_chart(title: str, colour: Spec) -> Spec:
-    """A line for each change of a knob: its mean effect and the 95% interval, the percentage at its right."""
+    """A line for each change of a knob: its mean effect with its 95% interval or the range of estimates, the percentage at its
+    right.
+    """
     x = quantity("relative", title, scale={**RATIOS["scale"], "padding": 22}, axis=RATIOS["axis"])
     y = word("change", None, axis={"labelLimit": 260, "labelFontSize": 10.5})
-    hover = tips(change="knob", said="changes the time by", low="95% interval, from", high="to", pairs="matched pairs")
+    hover = tips(change="knob", said="changes the time by", between="time over time, from", pairs="matched pairs")
     return {
         "layer": [
             {"mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.6}, "encoding": {"x": {"datum": 1}}},
@@ -411,43 +366,115 @@ def share_of_ceiling(report: Report, one: ProblemReport) -> str:
     return f"The best schedule reaches {one.best.rate / roof * 100:.0f}% of the ceiling {said}."
 
 
+KINDS = {"domain": [SERVED, DEFAULTS, UNTUNED], "range": [GREEN, RED, ORANGE]}
+"""The colours of marks."""
+COSTS = {DEFAULTS: RED, UNTUNED: ORANGE, "second best tile": BLUE}
+"""The lines of the curve of costs, and their colours."""
+
+
 def views(reports: Sequence[Report]) -> list[View]:
-    """The views of one problem."""
+    """The views of one problem, those of the first screen first."""
     report = reports[0]
-    knobs = report.tile_knobs or ()
+    knobs = report.tile_knobs or ("", "")
+    size = report.axes.swept_title
     dashes = {"measured": [1, 0], "computed": [4, 4]}
     lines = [each for each in dashes if each == "computed" or any(report.measured.problems for report in reports)]
-    unit_title = "FLOP per byte of input and output"
-    kinds = {"domain": ["best", "default schedule", "rival"], "range": [GREEN, ORANGE, BLUE]}
     relative = quantity("relative", "time / best time", scale=RATIOS["scale"], axis=RATIOS["axis"])
-    grey = {
-        "condition": [{"test": "datum.low > 1", "value": RED}, {"test": "datum.high < 1", "value": GREEN}],
-        "value": "#888888",
+    grey = {"condition": {"test": "datum.low > 1", "value": RED}, "value": "#888888"}
+    kind = word("kind", None, scale=KINDS, legend=None)
+    named = named_tile(knobs)
+    curve = {
+        "x": quantity("size", size, scale=BINARY, axis={**SIZES, **({"labelPadding": 17} if named else {})}),
+        "y": {**relative, "scale": {**RATIOS["scale"], "domainMin": 1}, "title": "time / best time"},
+        "color": word(
+            "what", None, scale={"domain": [*COSTS], "range": [*COSTS.values()]}, legend={"orient": "bottom"}
+        ),
     }
+    hover = tips(problem="problem", what="choice", relative="time / best time", tile="tile" if named else "schedule")
     return [
         View(
             name="tile-map",
-            heading="Which tile is best" if named_tile(knobs) else f"{' and '.join(knobs)} together",
+            heading="Which tile is best" if named else f"{' and '.join(knobs)} together",
             caption=f"Each square is one value of {' and '.join(knobs)} with its best schedule over all other knobs; "
-            "1.00, outlined, is the best, and 1.10 takes 10% longer. A question mark: too few programs of this square were "
-            "tried to judge it. Point at a square for its schedule.",
-            spec={**tile_map(report), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
+            "1.10 takes 10% longer than the best. Outlined: what is served; dashed: what cannot be told apart from it. "
+            "A question mark: too few programs of this square were tried to judge it.",
+            spec={**heat_map(*knobs), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
             main="tiles",
+        ),
+        View(
+            name="curve",
+            heading=f"Best tile and what other choices cost, over {size}"
+            if named
+            else f"What other choices cost, over {size}",
+            caption="Each point is a problem that differs from this one in its sizes alone; "
+            "lines are means over problems of one size; the "
+            "vertical line is this problem."
+            + (" At the foot stands the tile that is served, or the best, at each size." if named else ""),
+            spec={
+                "width": "container",
+                "height": 190,
+                "data": {"name": "curve"},
+                "layer": [
+                    {
+                        "data": {"name": "here"},
+                        "mark": {"type": "rule", "strokeWidth": 6, "opacity": 0.15},
+                        "encoding": {"x": {"field": "size", "type": "quantitative"}},
+                    },
+                    {
+                        "mark": {"type": "line", "strokeWidth": 1.5},
+                        "encoding": {**curve, "y": {**curve["y"], "aggregate": "mean"}},
+                    },
+                    {
+                        "mark": {"type": "point", "filled": True, "size": 40, "opacity": 0.8},
+                        "encoding": {**curve, "tooltip": hover},
+                    },
+                    *(
+                        [
+                            {
+                                "transform": [
+                                    {
+                                        "aggregate": [{"op": "argmin", "field": "relative", "as": "first"}],
+                                        "groupby": ["size"],
+                                    },
+                                    {"calculate": "datum.first.best", "as": "best"},
+                                ],
+                                "mark": {"type": "text", "fontSize": 10, "dy": 11},
+                                "encoding": {
+                                    "x": {"field": "size", "type": "quantitative"},
+                                    "y": {"datum": 1},
+                                    "text": {"field": "best", "type": "nominal"},
+                                },
+                            }
+                        ]
+                        if named
+                        else []
+                    ),
+                ],
+            },
+            main="curve",
         ),
         View(
             name="knob-effects",
             heading="What another value of a knob costs",
-            caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval: how "
-            "much longer they take than with the best schedule's value. Orange is slower, green faster, grey not sure. All other "
-            "knobs stay as they are in a pair; where green stands, the best schedule differs from the pairs in other knobs.",
+            caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval (of "
+            "estimates: their range): how much longer they take than with the best schedule's value. Orange is surely slower."
+            + (" The tile's knobs are in the map above." if report.tile_knobs else ""),
             spec={
                 **effects_chart("time / time with the best schedule's value", grey),
                 "width": "container",
                 "height": {"step": 17},
-                "data": {"name": "knobs"},
+                "data": {"name": "effects"},
             },
-            main="knobs",
+            main="effects",
             tall=True,
+        ),
+        View(
+            name="pairs",
+            heading="Two knobs together",
+            caption="As the map of tiles, for the two knobs that depend most on each other here, or for two that you choose. A "
+            f"question mark: fewer than {FEWEST_PROGRAMS} programs were tried.",
+            spec={**heat_map(None, None), "width": "container", "height": {"step": 34}, "data": {"name": "pairs"}},
+            main="pairs",
         ),
         View(
             name="programs",
@@ -459,7 +486,7 @@ def views(reports: Sequence[Report]) -> list[View]:
                 "height": 190,
                 "layer": [
                     {
-                        "data": {"name": "programs"},
+                        "data": {"name": "bars"},
                         "mark": {"type": "rect", "color": "#9aa7b5"},
                         "encoding": {
                             "x": quantity("start", "time / best time", scale={**RATIOS["scale"]}, axis=RATIOS["axis"]),
@@ -473,8 +500,8 @@ def views(reports: Sequence[Report]) -> list[View]:
                         "data": {"name": "marks"},
                         "mark": {"type": "rule", "strokeWidth": 2},
                         "encoding": {
-                            "x": {"field": "at", "type": "quantitative"},
-                            "color": word("kind", None, scale=kinds, legend=None),
+                            "x": {"field": "relative", "type": "quantitative"},
+                            "color": kind,
                             "tooltip": tips(what="time / best", us="µs"),
                         },
                     },
@@ -482,28 +509,34 @@ def views(reports: Sequence[Report]) -> list[View]:
                         "data": {"name": "marks"},
                         "mark": {
                             "type": "text",
-                            "align": {"expr": "datum.at > 2 ? 'right' : 'left'"},
-                            "dx": {"expr": "datum.at > 2 ? -5 : 5"},
+                            "align": {"expr": "datum.relative > 2 ? 'right' : 'left'"},
+                            "dx": {"expr": "datum.relative > 2 ? -5 : 5"},
                             "fontSize": 11,
                         },
                         "encoding": {
-                            "x": {"field": "at", "type": "quantitative"},
+                            "x": {"field": "relative", "type": "quantitative"},
                             "y": {"field": "height", "type": "quantitative", "scale": None, "axis": None},
                             "text": {"field": "what", "type": "nominal"},
                         },
                     },
                 ],
             },
-            main="programs",
+            main="bars",
         ),
         View(
             name="resources",
             heading="Registers, spills and occupancy against time",
-            caption="Each dot is a program; a triangle spills registers to memory. The best is circled.",
+            caption="Each dot is a program; a triangle spills registers to memory. What is served has a "
+            "thick ring, what cannot be told apart from it a thin one.",
             spec={
                 "width": "container",
                 "height": 220,
-                "data": {"name": "resources"},
+                "data": {"name": "programs"},
+                "transform": [
+                    {"filter": "datum.registers != null"},
+                    {"calculate": "datum.us / datum.best_us", "as": "relative"},
+                    {"calculate": f"min(datum.relative, {SCALE_END})", "as": "drawn"},
+                ],
                 "layer": [
                     {
                         "mark": {"type": "point", "filled": True, "size": 40, "opacity": 0.6},
@@ -511,7 +544,7 @@ def views(reports: Sequence[Report]) -> list[View]:
                             "x": quantity(
                                 "registers", "registers per thread", scale={"zero": False}, axis={"tickCount": 6}
                             ),
-                            "y": relative,
+                            "y": {**relative, "field": "drawn"},
                             "color": {
                                 "field": "blocks",
                                 "type": "ordinal",
@@ -524,21 +557,23 @@ def views(reports: Sequence[Report]) -> list[View]:
                                 "value": "circle",
                             },
                             "tooltip": tips(
-                                schedule="schedule",
                                 us="µs",
                                 relative="time / best",
                                 registers="registers",
                                 spilled="bytes spilled",
                                 blocks="blocks per SM",
+                                mark="this is",
+                                differs="differs from what is served in",
                             ),
                         },
                     },
                     {
-                        "transform": [{"filter": "datum.best"}],
-                        "mark": {"type": "point", "size": 160, "color": RED, "strokeWidth": 2.5},
+                        "transform": [{"filter": "datum.mark"}],
+                        "mark": {"type": "point", "size": 160, "color": RED},
                         "encoding": {
                             "x": quantity("registers", ""),
-                            "y": {"field": "relative", "type": "quantitative"},
+                            "y": {"field": "drawn", "type": "quantitative"},
+                            "strokeWidth": {"condition": {"test": "datum.mark == 'tie'", "value": 1}, "value": 3},
                         },
                     },
                 ],
@@ -561,7 +596,7 @@ def views(reports: Sequence[Report]) -> list[View]:
                         "encoding": {
                             "x": quantity(
                                 "intensity",
-                                unit_title,
+                                "FLOP per byte of input and output",
                                 scale={"type": "log", "nice": False},
                                 axis={"format": "~s", "tickCount": 6},
                             ),
@@ -585,17 +620,59 @@ def views(reports: Sequence[Report]) -> list[View]:
                             "x": {"field": "intensity", "type": "quantitative"},
                             "y": {"field": "rate", "type": "quantitative"},
                             "color": word(
-                                "what",
-                                None,
-                                scale=kinds | {"domain": kinds["domain"][:2], "range": kinds["range"][:2]},
-                                legend={"orient": "bottom"},
+                                "kind", None, scale=KINDS, legend={"orient": "bottom", "values": KINDS["domain"][:2]}
                             ),
-                            "tooltip": tips(what="schedule", rate="TFLOP/s", us="µs"),
+                            "tooltip": tips(kind="schedule", rate="TFLOP/s", us="µs"),
                         },
                     },
                 ],
             },
             main="roofline",
+        ),
+        View(
+            name="races",
+            heading="Other implementations, timed in turn with ours",
+            caption="Each line is one race: green is our schedule's time in it, blue the other's, and the number "
+            "how many times as long "
+            "the other takes, the median over the rounds. Times of two races are never mixed.",
+            spec={
+                "width": "container",
+                "height": {"step": 30},
+                "data": {"name": "races"},
+                "encoding": {
+                    "y": word("rival", None, axis={"labelLimit": 190}),
+                    "tooltip": tips(
+                        rival="other implementation",
+                        version="version",
+                        us="its µs",
+                        ours_us="our µs in the same run",
+                        interval="its time / ours, 95% interval",
+                        schedule="our schedule in it",
+                        day="day",
+                    ),
+                },
+                "layer": [
+                    {
+                        "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6},
+                        "encoding": {"x": quantity("us", "µs", scale={"zero": False}), "x2": {"field": "ours_us"}},
+                    },
+                    *(
+                        {
+                            "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1, "color": colour},
+                            "encoding": {"x": {"field": field, "type": "quantitative"}},
+                        }
+                        for field, colour in (("us", BLUE), ("ours_us", GREEN))
+                    ),
+                    {
+                        "mark": {"type": "text", "dy": -10, "fontSize": 10.5},
+                        "encoding": {
+                            "x": {"field": "us", "type": "quantitative"},
+                            "text": {"field": "said", "type": "nominal"},
+                        },
+                    },
+                ],
+            },
+            main="races",
         ),
         View(
             name="search",

@@ -8,9 +8,9 @@ from typing import Any
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.text import tile_text
-from tiledsched.report.analysis import size_regime
 from tiledsched.report.effects import value_effects
 from tiledsched.report.records import MEASURED, MODELLED, Report, Section
+from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
 
 RATE_COLUMNS = {"TFLOP/s": "tflops", "GB/s": "gbps"}
@@ -80,14 +80,12 @@ def schedules_csv(report: Report) -> str:
 
 
 def sensitivity_csv(report: Report) -> str:
-    """One row for each problem, and one for each regime of sizes: best tile, runner-up tile, and the drop between them."""
+    """One row for each problem: its best tile, the second one, and what the others cost."""
     accum = _accum_column(report)
-    first = ["arch", "device", "provenance", "scope"]
+    first = ["arch", "device", "provenance"]
     last = [
         *accum,
-        "size_regime",
-        "sizes",
-        "problems",
+        "size",
         "problem_id",
         "best_tile",
         "runner_up_tile",
@@ -102,12 +100,9 @@ def sensitivity_csv(report: Report) -> str:
         rows += [
             {
                 "device": one.device_name,
-                "scope": "problem",
                 **dict(zip(shared, one.shared, strict=True)),
                 **dict.fromkeys(accum, one.accum_mode),
-                "size_regime": size_regime(one.size),
-                "sizes": one.size,
-                "problems": 1,
+                "size": one.size,
                 "problem_id": one.problem.id,
                 "best_tile": tile_text(one.tiles[0].tile),
                 "runner_up_tile": one.second_tile and tile_text(one.second_tile.tile),
@@ -115,21 +110,6 @@ def sensitivity_csv(report: Report) -> str:
             }
             for one in section.problems
             if one.tiles
-        ]
-        rows += [
-            {
-                "device": line.device_name,
-                "scope": "regime",
-                **dict(zip(shared, line.shared, strict=True)),
-                **dict.fromkeys(accum, line.accum_mode),
-                "size_regime": line.regime,
-                "sizes": " ".join(map(str, line.sizes)),
-                "problems": line.problems,
-                "best_tile": tile_text(line.best),
-                "runner_up_tile": tile_text(line.runner_up),
-                **_drops(section, line.drop, line.spread),
-            }
-            for line in section.sensitivity
         ]
     return _csv([*first, *shared, *last], [{"arch": report.arch, **row} for row in rows])
 
@@ -193,15 +173,39 @@ def knobs_csv(report: Report) -> str:
                 "value": each.value,
                 "against": each.against,
                 f"{prefix}ratio": _number(each.ratio),
-                f"{prefix}ci_low": _number(each.ci_low),
-                f"{prefix}ci_high": _number(each.ci_high),
+                "modelled_least" if prefix else "ci_low": _number(each.ci_low),
+                "modelled_most" if prefix else "ci_high": _number(each.ci_high),
                 "pairs": each.pairs,
             }
             for each in value_effects(one)
         ]
     identity = ("arch", "device", "provenance", "problem", "problem_id", *accum, "knob", "value", "against")
-    ratios = ("ratio", "ci_low", "ci_high")
-    return _csv((*identity, *ratios, "pairs", *(f"modelled_{name}" for name in ratios)), rows)
+    ratios = ("ratio", "ci_low", "ci_high", "pairs", "modelled_ratio", "modelled_least", "modelled_most")
+    return _csv((*identity, *ratios), rows)
+
+
+def rules_csv(report: Report) -> str:
+    """One row for each part of each rule: for which problems which values of a knob are good, and how often the rule is right for
+    problems left out.
+    """
+    rows = [
+        {
+            "arch": report.arch,
+            "provenance": section.provenance,
+            "knob": " x ".join(rule.knob),
+            "where": condition.replace("`", ""),
+            "values": " or ".join(values),
+            "problems": number,
+            "rule_problems": rule.problems,
+            "right": rule.right,
+            "constant_right": rule.constant_right,
+            "saved_percent": None if rule.saved is None else f"{rule.saved * 100:.3f}",
+        }
+        for section in (report.measured, report.modelled)
+        for rule in rules_of(section.problems, report.tile)
+        for condition, values, number in rule.parts
+    ]
+    return _csv(list(rows[0]) if rows else (), rows)
 
 
 def winners_csv(report: Report) -> str:

@@ -6,8 +6,9 @@ import html
 import itertools
 import json
 import re
+import string
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ NUMBER = re.compile(r"[\d.,]+[%x]?|\[[\d., ]+\]|" + NOTHING)
 
 PAPER_WIDTH = 560
 """Width of a chart in a file, in pixels, where the page decides its width on screen."""
+DIGITS = string.digits + string.ascii_lowercase
+"""What stands for a value in a column with few values: a number in base 36."""
+CODES = [first + second for first in DIGITS for second in DIGITS]
+"""Two digits, which stand for a value in a column with more values."""
+LONG = 24
+"""A figure of more letters is written smaller."""
 FILTERED = 12
 """A table on an HTML page gets a search field if it has at least so many rows."""
 CONFIG = {"background": "white", "font": "DejaVu Sans, sans-serif"}
@@ -113,8 +120,20 @@ class ExplorerCase:
     """What the case is, for pictures."""
     source: str
     """Where its numbers come from, for pictures."""
+    status: str
+    """Whether its numbers were measured, in a sentence."""
+    measured: bool
+    """Whether they were."""
+    next: tuple[str, str]
+    """The command to run next, as code, and what it does."""
+    facts: Sequence[tuple[str, str, str]]
+    """What a reader wants to know first: what it is, the figure, and what there is to add."""
     lead: str
-    """What is to be said of it; text between backticks is code."""
+    """What else is to be said of it; text between backticks is code."""
+    target: str
+    """The words of a command that name the kernel and the case."""
+    pair: Sequence[str]
+    """The two fields of `programs` that the map of pairs shows until the reader chooses others."""
     rows: Mapping[str, Rows | str]
     """Name of a data set -> its rows, or the name of a data set of the explorer's."""
     notes: Mapping[str, str]
@@ -131,6 +150,8 @@ class Explorer:
     """The cases."""
     first: int
     """The place of the case that is shown until another is chosen, and that is written as SVG and PNG."""
+    marks: str
+    """What the marks in the views mean."""
     shared: Mapping[str, Rows]
     """Data sets that several cases share, by name."""
 
@@ -145,31 +166,52 @@ class Explorer:
         ]
 
     def packed(self) -> dict[str, Any]:
-        """All that the page needs, with rows as columns, and every text of a row stated once."""
+        """All that the page needs; see `packed_rows`."""
         texts: dict[str, int] = {}
-
-        def columns(rows: Rows) -> dict[str, Any]:
-            found: dict[str, Any] = {}
-            for name in rows[0] if rows else ():
-                values = [row[name] for row in rows]
-                words = all(isinstance(value, str) for value in values)
-                found[name] = {"texts": [texts.setdefault(each, len(texts)) for each in values]} if words else values
-            return found
-
         cases = [
             {
                 "values": case.values,
                 "title": case.title,
                 "source": case.source,
-                "lead": _inline(case.lead),
-                "rows": {name: rows if isinstance(rows, str) else columns(rows) for name, rows in case.rows.items()},
-                "notes": {name: _inline(note) for name, note in case.notes.items()},
+                "top": _top(case),
+                "facts": _facts(case),
+                "rows": {
+                    name: rows if isinstance(rows, str) else packed_rows(rows, texts)
+                    for name, rows in case.rows.items()
+                },
+                "notes": {
+                    name: texts.setdefault(_inline(note), len(texts)) for name, note in case.notes.items() if note
+                },
+                "target": case.target,
+                "pair": case.pair,
             }
             for case in self.cases
         ]
-        views = {each.name: {"heading": each.heading, "spec": each.spec, "main": each.main} for each in self.views}
-        shared = {name: columns(rows) for name, rows in self.shared.items()}
+        views = {each.name: {"title": each.heading, "spec": each.spec, "main": each.main} for each in self.views}
+        shared = {name: packed_rows(rows, texts) for name, rows in self.shared.items()}
         return {"first": self.first, "views": views, "cases": cases, "shared": shared, "texts": list(texts)}
+
+
+def packed_rows(rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
+    """Rows as columns, for the page's code to read. A column of one value holds it once; one of few values holds one or two
+    digits in base 36 for each row; one of texts holds their places in `texts`, to which new ones are added.
+    """
+    columns: dict[str, Any] = {}
+    for name in rows[0] if rows else ():
+        values = [row.get(name) for row in rows]
+        kinds = {json.dumps(value): value for value in values}
+        if len(kinds) == 1:
+            columns[name] = {"same": values[0]}
+        elif len(kinds) <= min(len(CODES), len(rows) // 2):
+            width = 1 if len(kinds) <= len(DIGITS) else 2
+            codes = dict(zip(kinds, DIGITS if width == 1 else CODES, strict=False))
+            at = "".join(codes[json.dumps(value)] for value in values)
+            columns[name] = {"of": [*kinds.values()], "at": at, "width": width}
+        elif all(isinstance(value, str) for value in values):
+            columns[name] = {"texts": [texts.setdefault(str(each), len(texts)) for each in values]}
+        else:
+            columns[name] = values
+    return {"rows": len(rows), "columns": columns}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +249,9 @@ def write_document(
     """
     drawn = drawings(blocks)
     if drawn is None and any(isinstance(block, (Chart, Explorer)) for block in blocks):
-        blocks = [block for block in blocks if not isinstance(block, (Chart, Explorer))]
+        shown = [replace(block, views=()) if isinstance(block, Explorer) else block for block in blocks]
         text = f"The charts are left out: for them, run `{installing('report')}`."
+        blocks = [block for block in shown if not isinstance(block, Chart)]
         blocks.insert(1, Paragraph(text=text))
     files: dict[str, bytes] = {
         markdown: to_markdown(blocks, drawn or ()).encode(),
@@ -287,12 +330,15 @@ def _markdown(block: Block, drawn: Collection[str]) -> str:
         return f"![{_plain(block.text)}]({file})" if file in drawn else ""
     if isinstance(block, Explorer):
         case = block.cases[block.first]
+        command, why = case.next
         pictures = [
-            f"![{_plain(view.caption)}]({view.name}.svg)\n\n{_plain(view.caption)}"
+            f"![{view.heading}]({view.name}.svg)\n\n{_plain(f'{view.caption} {case.notes.get(view.name, str())}')}"
             for view, _ in block.drawn()
             if f"{view.name}.svg" in drawn
         ]
-        return "\n\n".join([f"**{_plain(case.title)}**, {_plain(case.source)}. {_plain(case.lead)}", *pictures])
+        figures = Table(head=("", "", ""), rows=case.facts)
+        said = [f"**{_plain(case.status)}**", f"Next: {_plain(f'{command} {why}')}", f"# {_plain(case.title)}"]
+        return "\n\n".join([*said, _markdown(figures, drawn), *filter(None, [_plain(case.lead)]), *pictures])
     marks = ["---:" if block.numeric(column) else "---" for column in range(len(block.head))]
     lines = [block.head, marks, *block.rows]
     cells = ((_plain(cell).replace("|", "\\|") for cell in line) for line in lines)
@@ -392,12 +438,21 @@ def _html(block: Block, own_id: str = "") -> str:
         names = " ".join(name for name in ("warning", "measured", "answer") if getattr(block, name))
         return f'<p class="{names}">{_inline(block.text)}</p>' if names else f"<p>{_inline(block.text)}</p>"
     if isinstance(block, Chart):
+        texts: dict[str, int] = {}
+        values = packed_rows(block.spec["data"]["values"], texts) if "data" in block.spec else None
+        packed = {**block.spec, "data": {"packed": values, "texts": [*texts]}} if values else block.spec
         place = f'<div class="chart" data-spec="{own_id}" role="img" aria-label="{html.escape(printable(block.text))}"></div>'
-        return f"{_data(own_id, block.spec)}\n{place}"
+        return f"{_data(own_id, packed)}\n{place}"
     if isinstance(block, Explorer):
-        figures = "\n".join(map(_figure, block.views))
-        parts = f'<div class="choices"></div>\n<p class="lead"></p>\n<div class="views">\n{figures}\n</div>'
-        return f'{_data(own_id, block.packed())}\n<section class="explorer" data-cases="{own_id}">\n{parts}\n</section>'
+        case = block.cases[block.first]
+        parts = [
+            f'<div class="top">{_top(case)}</div>',
+            '<div class="choices"></div>',
+            f'<div class="facts">{_facts(case)}</div>',
+            f'<div class="views">{"".join(map(_figure, block.views))}</div>',
+            f'<div class="picked" hidden></div><p class="soft">{_inline(block.marks)}</p>' if block.views else "",
+        ]
+        return f'{_data(own_id, block.packed())}\n<section class="explorer" data-cases="{own_id}">{"".join(parts)}</section>'
     if isinstance(block, Contents):
         return ""
     classes = [' class="number"' if block.numeric(column) else "" for column in range(len(block.head))]
@@ -409,6 +464,28 @@ def _html(block: Block, own_id: str = "") -> str:
     field = '<input class="filter" type="search" placeholder="filter rows" aria-label="filter rows">'
     head = f"{field if len(block.rows) >= FILTERED else ''}<table>\n<thead><tr>{row('th', block.head)}</tr></thead>"
     return f'<div class="scroll">{head}\n<tbody>\n{body}\n</tbody>\n</table></div>'
+
+
+def _top(case: ExplorerCase) -> str:
+    """The first lines of a case: whether it was measured, what to run next, and what it is."""
+    command, why = case.next
+    return (
+        f'<p class="{"measured" if case.measured else "warning"}">{_inline(case.status)}</p>'
+        f'<p class="next"><b>Next:</b> {_inline(command)} {_inline(why)}</p><h1>{_inline(case.title)}</h1>'
+    )
+
+
+def _facts(case: ExplorerCase) -> str:
+    """What a reader wants to know first of a case, side by side."""
+
+    def card(what: str, figure: str, more: str) -> str:
+        size = ' class="long"' if len(figure) > LONG else ""
+        return (
+            f"<div><dt>{_inline(what)}</dt><dd><b{size}>{_inline(figure)}</b> <span>{_inline(more)}</span></dd></div>"
+        )
+
+    cards = "".join(card(*fact) for fact in case.facts)
+    return f"<dl>{cards}</dl>" + (f'<p class="lead">{_inline(case.lead)}</p>' if case.lead else "")
 
 
 def _figure(view: View) -> str:

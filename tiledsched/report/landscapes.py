@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.schedule import Schedule, named_tile
 from tiledsched.core.sources import source_part
 from tiledsched.measure.clocks import summarise_states
-from tiledsched.report.analysis import named_tile
 from tiledsched.report.records import DeviceConditions
 from tiledsched.store.evidence import nearest_compiler, of_one_compiler, timed_alike, timed_as_now
 from tiledsched.store.queries import RegimeComparison, compare_regimes

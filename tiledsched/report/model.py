@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.build.toolchain import compiler_at_hand
@@ -19,15 +21,19 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Measurement
-from tiledsched.report.analysis import interactions, sensitivity, tile_times
+from tiledsched.report.analysis import interactions, tile_times
 from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
-from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed
+from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed, Untuned
+from tiledsched.report.serving import Serving
 from tiledsched.report.sources import WithShipped
+from tiledsched.serve.chain import Served
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import for_compiler, of_kernel
-from tiledsched.store.queries import KnobEffect, knob_effects
+from tiledsched.store.model_error import error_of
+from tiledsched.store.queries import KnobEffect, ProgramKey, knob_effects, program_key
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, Toolchain
 
 if TYPE_CHECKING:
@@ -38,8 +44,6 @@ ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
 """The performance model: from a problem and its builds to microseconds by schedule id. Builds that it cannot judge are
 left out.
 """
-ProgramKey = tuple[str, object]
-"""(fingerprint, grids): what makes a program distinct on one problem and device."""
 
 
 def build_report(
@@ -51,6 +55,7 @@ def build_report(
     device_name: str | None = None,
     model_times: ModelTimes | None = None,
     served: Iterable[Entry] = (),
+    serving: Serving | None = None,
 ) -> Report:
     """The report on the schedules of a kernel on `arch`, from all that `db` knows of them.
 
@@ -63,6 +68,7 @@ def build_report(
         model_times: estimates for the problems that were not measured. Without it only the winner and the runner-up
             of each modelled entry are known.
         served: entries of every kernel: the highest rates measured among them are the ceilings.
+        serving: the lookup whose answers are called served; None for that of the database's own entries.
     """
     compiler = compiler_at_hand()
     known = [
@@ -81,7 +87,10 @@ def build_report(
     )
     entries = _shown_entries(reading.compilers, known, compiler)
     builds = _Builds(db, arch, kernel, reading.sources, entries)
-    desk = _Desk(kernel, arch, regime, builds, entries)
+    if serving is None:
+        make = functools.partial(LookupTable, known, kernel, regime=regime, compiler=compiler)
+        serving = Serving(arch, lambda accum_mode: make(accum_mode=accum_mode))
+    desk = _Desk(kernel, arch, regime, builds, entries, serving)
     measured = [desk.measured(key, landscape) for key, landscape in reading.landscapes.items()]
     done = {(problem, accum) for problem, _, accum in reading.landscapes}
     unmeasured = {
@@ -101,7 +110,7 @@ def build_report(
         device_name=device_name or "",
         elsewhere=reading.found - reading.taken,
         measured=_section(MEASURED, measured, tile),
-        modelled=_section(MODELLED, modelled, tile),
+        modelled=_section(MODELLED, [_with_error(one, arch) for one in modelled], tile),
         unmeasured=tuple(
             entry
             for entry in entries
@@ -136,10 +145,29 @@ def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compi
     return [entry for version, members in alike.items() for entry in for_compiler(members, version)]
 
 
+def _with_error(one: ProblemReport, arch: str) -> ProblemReport:
+    """A modelled problem with the error of its estimates and, where that is known, with what they cannot tell apart from what is
+    served.
+    """
+    found = replace(one, error=error_of(arch, one.problem, one.best.schedule))
+    of, most = one.serves or one.best, 1 + found.tolerance if found.error else 1.0
+    ties = frozenset(
+        each.schedule
+        for each in one.timed
+        if _program_of(each) != _program_of(of) and max(each.us, of.us) <= min(each.us, of.us) * most
+    )
+    return replace(found, ties=ties, level=ties)
+
+
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
+    winners: dict[str, list[Schedule]] = defaultdict(list)
+    for one in problems:
+        if one.served and one.served.provenance == MEASURED and one.served.candidates > 1:
+            winners[one.device_name].append(one.served.schedule)
+    won = {device: tuple(each) for device, each in winners.items()}
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one.timed, tile, whole=one.whole)) for one in problems),
+            (replace(one, tiles=tile_times(one, tile), winners=won.get(one.device_name, ())) for one in problems),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -148,9 +176,7 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
         for report in ordered
         if provenance == MEASURED
     ]
-    return Section(
-        provenance=provenance, problems=ordered, sensitivity=sensitivity(ordered), interactions=interactions(times)
-    )
+    return Section(provenance=provenance, problems=ordered, interactions=interactions(times))
 
 
 class _Builds:
@@ -267,8 +293,10 @@ def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
 class _Desk:
     """What is needed to write the report on one problem."""
 
-    def __init__(self, kernel: KernelClass, arch: str, regime: str, builds: _Builds, entries: list[Entry]) -> None:
-        self.kernel, self.arch, self.regime, self.builds = kernel, arch, regime, builds
+    def __init__(
+        self, kernel: KernelClass, arch: str, regime: str, builds: _Builds, entries: list[Entry], serving: Serving
+    ) -> None:
+        self.kernel, self.arch, self.regime, self.builds, self.serving = kernel, arch, regime, builds, serving
         self.axes = axes_of(kernel)
         self.space: SearchSpace | None = _or_none(space_for, arch, kernel)
         self._defaults: dict[Problem, Schedule | None] = {}
@@ -280,18 +308,20 @@ class _Desk:
         """The report on one problem and device."""
         problem, _, mode = key
         device = landscape.newest[0].measurement.device
+        own = self._served(key)
+        answers = self._answers(key, len(landscape.newest) > 2 or bool(own and own.layer != "shipped"))
         by_schedule = {one.measurement.schedule: one for one in landscape.newest}
         programs = {
-            schedule: self._program(one.measurement.fingerprint, problem, schedule, device)
+            schedule: program_key(one.measurement.fingerprint, problem, schedule, device)
             for schedule, one in by_schedule.items()
         } | {
-            build.schedule: self._program(build.fingerprint, problem, build.schedule, device)
+            build.schedule: program_key(build.fingerprint, problem, build.schedule, device)
             for build in self.builds.of(problem, device)
             if build.schedule not in by_schedule and accum_mode(build.schedule) == mode
         }
-        newest: dict[ProgramKey, Measurement] = {}
+        newest: dict[ProgramKey, tuple[Measurement, datetime]] = {}
         for schedule, one in by_schedule.items():
-            newest.setdefault(programs[schedule], one.measurement)
+            newest.setdefault(programs[schedule], (one.measurement, one.created_at))
         known = {
             program: Timed(
                 schedule=found.schedule,
@@ -299,9 +329,10 @@ class _Desk:
                 us=found.median_us,
                 timing=Timing(median_us=found.median_us, ci_low_us=found.ci_low_us, ci_high_us=found.ci_high_us),
                 samples=len(found.samples_us),
+                taken=taken,
                 facts=self.builds.facts.get(found.fingerprint),
             )
-            for program, found in newest.items()
+            for program, (found, taken) in newest.items()
         }
         timed = [
             replace(known[program], schedule=schedule, same_program_as=known[program].schedule)
@@ -310,9 +341,9 @@ class _Desk:
             for schedule, program in programs.items()
             if program in known
         ]
-        written = self._write_up(MEASURED, key, timed, self._served(key))
-        taken = max(one.created_at for one in landscape.newest)
-        written = replace(written, trace=tuple(us / written.best.us for us in landscape.trace_us), taken=taken)
+        written = self._write_up(MEASURED, key, timed, own, answers)
+        trace = tuple(us / written.best.us for us in landscape.trace_us)
+        written = replace(written, trace=trace, taken=max(one.created_at for one in landscape.newest))
         if unlisted := landscape.schedules - len(by_schedule):
             return replace(written, median_us=landscape.median_us, programs=written.programs + unlisted)
         return written
@@ -324,19 +355,20 @@ class _Desk:
         Other programs that spill registers are left out unless every program does, as when a schedule is chosen (docs/model.md).
         """
         problem, device = entry.problem, ARCHS.get(self.arch)
-        default = self.default(problem)
+        default, answers = self.default(problem), self._answers((problem, "", entry.accum_mode))
         builds, whole = self.builds.modelled(entry, device)
         # What is served may be of an older search space than what ships.
         today = _or_none(self.space.complete, entry.schedule) if self.space else None
         if today is not None and any(build.schedule == today for build in builds):
             entry = entry.replace(schedule=today)
-        named = (entry.schedule, default)
+        named = (entry.schedule, default, *(each.schedule for each in answers if each))
         spills = {build.schedule for build in builds if build.facts and spilled(build.facts.spill_bytes)}
         left_out = spills.difference(named) if len(spills) < len(builds) else set()
-        programs: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
+        every: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
         for build in builds:
-            if build.schedule not in left_out:
-                programs[self._program(build.fingerprint, problem, build.schedule, device)].append(build)
+            every[program_key(build.fingerprint, problem, build.schedule, device)].append(build)
+        kept = {key: [each for each in alike if each.schedule not in left_out] for key, alike in every.items()}
+        programs = {key: alike for key, alike in kept.items() if alike}
         first = [
             min(alike, key=lambda build: (build.schedule not in named, *plainness(build.schedule, default)))
             for alike in programs.values()
@@ -369,7 +401,9 @@ class _Desk:
             ]
         if not timed:
             return None
-        return replace(self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry), whole=whole)
+        written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, answers)
+        spilling = len(every) - len(programs)
+        return replace(written, whole=whole, spilling=spilling, programs=written.programs + spilling)
 
     def _estimates(
         self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
@@ -385,9 +419,6 @@ class _Desk:
         made = model_times(problem, others) if others else {}
         return found | {build.schedule: made[build.schedule.id] for build in others if build.schedule.id in made}
 
-    def _program(self, fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
-        return fingerprint, _or_none(self.kernel.grids, problem, schedule, device)
-
     def _served(self, key: LandscapeKey) -> Entry | None:
         problem, device_name, accum_mode = key
         fitting = [
@@ -397,15 +428,26 @@ class _Desk:
         ]
         return min(fitting, key=lambda entry: (entry.rank, not entry.device_name, not entry.regime), default=None)
 
-    def _write_up(self, provenance: str, key: LandscapeKey, timed: list[Timed], served: Entry | None) -> ProblemReport:
+    def _answers(self, key: LandscapeKey, wanted: bool = True) -> tuple[Served | None, Served | None]:
+        """What is served for a problem on a device and, where `wanted`, what would be without tuning: finding that takes long."""
+        return self.serving.served(*key), self.serving.untuned(*key) if wanted else None
+
+    def _write_up(
+        self,
+        provenance: str,
+        key: LandscapeKey,
+        timed: list[Timed],
+        served: Entry | None,
+        answers: tuple[Served | None, Served | None],
+    ) -> ProblemReport:
         problem, device_name, accum_mode = key
-        chosen = served.schedule if served else None  # among equal times, the one that is served stands first
+        (explained, untuned), measured = answers, provenance == MEASURED
+        chosen = explained.schedule if explained else None  # among equal times, the one that is served stands first
         timed.sort(key=lambda one: (one.us, one.same_program_as is not None, one.schedule != chosen, one.schedule.id))
         timed = [replace(one, relative=one.us / timed[0].us, rate=rate_of(problem, one.us)) for one in timed]
         programs = [one for one in timed if one.same_program_as is None]
-        ties = _ties(timed, programs, served) if provenance == MEASURED else set()
-        runner_up = next((one for one in programs[1:] if one.schedule not in ties), None)
-        return ProblemReport(
+        serves = self._timed_as(chosen, timed)
+        found = ProblemReport(
             provenance=provenance,
             problem=problem,
             device_name=device_name,
@@ -413,11 +455,31 @@ class _Desk:
             size=self.axes.size(problem),
             shared=self.axes.shared_values(problem),
             timed=tuple(timed),
-            runner_up=runner_up or _raced(timed[0], served),
-            default=self._default(problem, timed),
+            runner_up=None,
+            default=self._timed_as(self.default(problem), timed),
             median_us=statistics.median(one.us for one in programs),
             programs=len(programs),
             served=served,
+            explained=explained,
+            serves=serves,
+            ties=_ties(timed, serves or timed[0], served) if measured else frozenset(),
+            untuned=self._untuned(untuned, timed) if untuned else None,
+        )
+        leader = found.leader
+        level = _ties(timed, leader, served) if measured else frozenset()
+        apart = (one for one in programs if _program_of(one) != _program_of(leader) and one.schedule not in level)
+        return replace(found, level=level, runner_up=next(apart, None) or _raced(leader, served))
+
+    def _untuned(self, found: Served, timed: Sequence[Timed]) -> Untuned:
+        """What the lookup would serve without tuning, with its time where it has one."""
+        known = self._timed_as(found.schedule, timed)
+        return Untuned(
+            schedule=found.schedule,
+            provenance=found.provenance,
+            relative=known.relative if known else None,
+            us=known.us if known else None,
+            source=found.reason,
+            expected=found.expected_loss,
         )
 
     def default(self, problem: Problem) -> Schedule | None:
@@ -426,22 +488,31 @@ class _Desk:
             self._defaults[problem] = _or_none(self.space.default, problem) if self.space else None
         return self._defaults[problem]
 
-    def _default(self, problem: Problem, timed: Sequence[Timed]) -> Timed | None:
-        """The default schedule, if it has a time.
+    def _timed_as(self, schedule: Schedule | None, timed: Sequence[Timed]) -> Timed | None:
+        """The time of a schedule, if it has one.
 
-        A schedule of an older search space counts as the default if it is, once the knobs it lacks are at their
-        defaults.
+        A schedule of an older search space counts as the one wanted if it is, once the knobs it lacks are at their defaults.
         """
-        space, default = self.space, self.default(problem)
-        if space is None or default is None:
+        if schedule is None:
             return None
-        alike = (one for one in timed if all(default.get(knob, value) == value for knob, value in one.schedule.items()))
-        return next((one for one in alike if default in (one.schedule, _or_none(space.complete, one.schedule))), None)
+        exact = next((one for one in timed if one.schedule == schedule), None)
+        if exact is not None or self.space is None:
+            return exact
+        complete = self.space.complete
+        alike = (
+            one for one in timed if all(schedule.get(knob, value) == value for knob, value in one.schedule.items())
+        )
+        return next((one for one in alike if _or_none(complete, one.schedule) == schedule), None)
 
 
 def plainness(schedule: Schedule, default: Schedule | None) -> tuple[int, str]:
     """What orders schedules of one program: the one that changes the fewest knobs of the default stands first."""
     return sum(schedule.get(knob) != value for knob, value in (default or {}).items()), schedule.id
+
+
+def _program_of(one: Timed) -> Schedule:
+    """The schedule that stands for its program."""
+    return one.same_program_as or one.schedule
 
 
 def _raced(best: Timed, served: Entry | None) -> Timed | None:
@@ -454,19 +525,21 @@ def _raced(best: Timed, served: Entry | None) -> Timed | None:
     )
 
 
-def _ties(timed: Sequence[Timed], programs: Sequence[Timed], served: Entry | None) -> set[Schedule]:
-    """The programs that cannot be told apart from the fastest: as the race found, or else by overlapping intervals."""
-    best = programs[0]
-    program_of = {one.schedule: one.same_program_as or one.schedule for one in timed}
-    if served is not None and served.provenance == MEASURED:
-        raced = {program_of[schedule] for schedule in (served.schedule, *served.ties) if schedule in program_of}
-        if best.schedule in raced:
-            return raced - {best.schedule}
-    return {
+def _ties(timed: Sequence[Timed], of: Timed, entry: Entry | None) -> frozenset[Schedule]:
+    """The schedules that cannot be told apart from one: as its own race found, or else by overlapping intervals and by times
+    within `AS_GOOD` of each other. A race decides where it has an answer, because it timed both in turn.
+    """
+    raced: dict[Schedule, bool] = {}
+    if entry is not None and entry.provenance == MEASURED and entry.schedule == of.schedule:
+        raced = dict.fromkeys(entry.ties, True)
+        if entry.runner_up is not None:
+            raced[entry.runner_up] = False
+    decided = {_program_of(one): raced[one.schedule] for one in timed if one.schedule in raced}
+    return frozenset(
         one.schedule
-        for one in programs[1:]
-        if one.timing and best.timing and one.timing.ci_low_us <= best.timing.ci_high_us
-    }
+        for one in timed
+        if _program_of(one) != _program_of(of) and decided.get(_program_of(one), one.ties_with(of))
+    )
 
 
 def _count_failures(failures: Iterable[FailureRecord], builds: Iterable[BuildRecord]) -> tuple[FailureCount, ...]:

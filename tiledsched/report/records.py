@@ -5,18 +5,23 @@ Times are microseconds; drops, changes and spreads are fractions (0.10 is 10%).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device
 from tiledsched.report.axes import Axes
+from tiledsched.serve.chain import Served
+from tiledsched.serve.transfer import ExpectedLoss
+from tiledsched.store.model_error import ModelError
 from tiledsched.store.queries import KnobEffect, RegimeComparison
-from tiledsched.store.records import Entry
+from tiledsched.store.records import Entry, MeasurementSummary
 
 MEASURED = "measured"
 MODELLED = "modelled"
@@ -44,12 +49,62 @@ class Timed:
     """The measured time with its interval; None where modelled."""
     samples: int = 0
     """Timed launches; 0 where modelled."""
+    taken: datetime | None = None
+    """When it was measured, UTC; None where modelled."""
     same_program_as: Schedule | None = None
     """The schedule that was timed in its place, because it has the same machine code and grid; None where it was timed
     itself.
     """
     facts: ResourceFacts | None = None
     """Resources of the machine code; None where unknown."""
+
+    def ties_with(self, other: Timed) -> bool:
+        """Whether two times cannot be told apart, because their intervals overlap, or differ by no more than `AS_GOOD`."""
+        one, two = self.timing, other.timing
+        overlap = one and two and one.ci_low_us <= two.ci_high_us and two.ci_low_us <= one.ci_high_us
+        return bool(overlap) or max(self.us, other.us) <= min(self.us, other.us) * (1 + AS_GOOD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalRace:
+    """Another implementation of a problem, timed in turn with one of our schedules in one run. Both times are as measured."""
+
+    name: str
+    """The other implementation."""
+    us: float
+    """Its time, in microseconds."""
+    ours_us: float
+    """Time of our schedule in the same run, in microseconds."""
+    ratio: float
+    """Median over the rounds of its time over ours."""
+    ratio_low: float
+    """Lower end of the ratio's 95% interval."""
+    ratio_high: float
+    """Upper end of the ratio's 95% interval."""
+    schedule: Schedule
+    """Our schedule in that run."""
+    taken: datetime | None
+    """When the entry with this run was written, UTC; None where that is not known."""
+    version: str
+    """The package and version that computed; empty where unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untuned:
+    """What would be served for a problem that had never been tuned, nor another that is the same work, and what it costs."""
+
+    schedule: Schedule
+    """The schedule that the lookup would then find."""
+    provenance: str
+    """How it would be found: transferred, modelled or default."""
+    relative: float | None
+    """Its time over the best time, both of the report; None where this schedule has no time for the problem."""
+    us: float | None
+    """Its time, in microseconds; None where it has none."""
+    source: str
+    """Why the lookup would choose it, in words."""
+    expected: ExpectedLoss | None = None
+    """What choices like it lost on measured problems that were hidden from the lookup; None where that was never measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +116,15 @@ class TileTime:
     us: float
     """Best time over all other knobs, in microseconds."""
     relative: float
-    """Its time over the best tile's time."""
+    """Its time over the best time of all tiles."""
     schedule: Schedule
     """The schedule with that time."""
     programs: int
     """Distinct programs with this tile that have a time."""
     searched: bool
-    """Whether they are enough, beside those of other tiles, to say what the tile costs; always so for the best tile."""
+    """Whether they are enough, beside those of other tiles, to say what the tile costs; always so for the first tile."""
+    ties: bool = False
+    """Whether its best schedule cannot be told apart from that of the first tile; never so where modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +142,15 @@ class ValueEffect:
     ratio: float | None
     """Time with `value` over time with `against`, a geometric mean; None where too few pairs were timed."""
     ci_low: float | None
-    """Lower end of the ratio's 95% interval; None where too few pairs were timed."""
+    """Lower end of the ratio's 95% interval, or the least ratio where `estimated`; None where too few pairs were timed."""
     ci_high: float | None
-    """Upper end of the ratio's 95% interval; None where too few pairs were timed."""
+    """Upper end of the ratio's 95% interval, or the largest ratio where `estimated`; None where too few pairs were timed."""
     pairs: int
     """Matched pairs whose faster program is close to the best."""
     problems: int
     """Problems with such pairs."""
+    estimated: bool = False
+    """Whether the times are estimates. They are the same every time, so that their spread over pairs is no interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +160,9 @@ class KnobVerdict:
     knob: str
     """Name of the knob."""
     advice: str
-    """leave: one value is as good as the best for all problems. choose: problems contradict each other. unclear: neither is
-    known. untried: no two values were compared in enough pairs.
+    """leave: one value is as good as the best for all problems. same: no difference matters. few: one value is as good as the
+    best, but too few problems show it. choose: problems contradict each other. unclear: none of these is known. untried: no two
+    values were compared in enough pairs. Of estimates, only differences beyond the model's error count.
     """
     value: KnobValue
     """Where to leave the knob; otherwise the value that most problems prefer."""
@@ -110,8 +170,13 @@ class KnobVerdict:
     """Every other value that was timed, compared with `value`; untried ones too."""
     preferred: tuple[tuple[KnobValue, int], ...]
     """Each value that problems prefer, with the number of these problems, the most frequent first. A problem prefers a value
-    if none compared with it is faster, and at least one is surely slower.
+    if none compared with it is faster, and at least one is surely slower; of estimates, if the best time with every other
+    value is longer by more than the model's error.
     """
+    problems: int = 0
+    """The fewest problems in which another value was compared with `value`; 0 where estimated."""
+    winners: tuple[tuple[KnobValue, int], ...] = ()
+    """Each value that the winners of searches have, with their number, the most frequent first; empty where estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,19 +226,52 @@ class ProblemReport:
     median_us: float
     """Median over the distinct programs, in microseconds."""
     programs: int
-    """Distinct programs (machine code and grid) with a time."""
+    """Distinct programs (machine code and grid) with a time, and those in `spilling`."""
     served: Entry | None
-    """What the database serves for this problem; None where it has no entry."""
+    """This problem's own entry; None where it has none."""
+    explained: Served | None = None
+    """What `explain` serves for this problem on this device, and why; None where it serves nothing."""
+    serves: Timed | None = None
+    """The time, among `timed`, of the schedule that `explain` serves; None where it was not timed together with the others."""
+    ties: frozenset[Schedule] = frozenset()
+    """Timed schedules that cannot be told apart from the one of `serves`, which is not among them. Where that is None: from
+    the fastest.
+    """
+    level: frozenset[Schedule] = frozenset()
+    """Timed schedules that cannot be told apart from the leader."""
+    untuned: Untuned | None = None
+    """What would be served without tuning, and what it costs; None where the lookup knows nothing, and for problems that ship
+    of which little but the winner has a time.
+    """
+    spilling: int = 0
+    """Distinct programs that were left out, because they spill registers; none where measured."""
     whole: bool = False
     """Whether all of the search space has a time, but for programs that spill registers."""
     tiles: tuple[TileTime, ...] = ()
-    """Each tile size, best first; empty where schedules have no tile knobs."""
+    """Each tile size: that of the leader first, then the others by their best times. Empty where schedules have no tile knobs."""
     taken: datetime | None = None
     """When the newest of its measurements was taken, UTC; None where modelled."""
+    winners: tuple[Schedule, ...] = ()
+    """What won the searches of the report's problems on this device; empty where modelled."""
+    error: ModelError | None = None
+    """How far estimates like these are off; None where measured, and where estimates were never compared with measurements."""
     trace: tuple[float, ...] = ()
     """Time over the best time for each program of the newest run, in the order measured; empty where imported or
     modelled.
     """
+
+    @cached_property
+    def known_times(self) -> list[tuple[dict[str, KnobValue], float]]:
+        """Every schedule with a time, and that time over the best time; also what cannot be told apart from the best, as 1."""
+        ties = {*self.ties, *(self.served.ties if self.served else ())} if self.faster is None else ()
+        return [*((dict(one.schedule), one.relative) for one in self.timed), *((dict(tie), 1.0) for tie in ties)]
+
+    @property
+    def tolerance(self) -> float:
+        """What takes at most this share longer than the best may be as good: infinite for estimates whose error is not known."""
+        if self.provenance == MEASURED:
+            return AS_GOOD
+        return max(AS_GOOD, self.error.mean) if self.error else math.inf
 
     @property
     def best(self) -> Timed:
@@ -181,9 +279,39 @@ class ProblemReport:
         return self.timed[0]
 
     @property
+    def leader(self) -> Timed:
+        """What is served, where the fastest schedule cannot be told apart from it, or lost the race against it; else the fastest
+        schedule.
+        """
+        served, own = self.serves, self.served
+        if served is None or served.us <= self.best.us or self.best.schedule in self.ties:
+            return served or self.best
+        lost = own is not None and (own.schedule, own.runner_up) == (served.schedule, self.best.schedule)
+        return served if lost else self.best
+
+    @property
+    def faster(self) -> Timed | None:
+        """The fastest schedule, where its time is surely shorter than that of what is served; else None, as where modelled."""
+        return self.best if self.provenance == MEASURED and self.serves and self.leader is not self.serves else None
+
+    @property
+    def other_run(self) -> MeasurementSummary | None:
+        """What `explain` says that its schedule took for this problem, where that was measured in another run than `serves`."""
+        entry = self.explained.entry if self.explained else None
+        if entry is None or entry.problem != self.problem or entry.schedule != (self.explained or entry).schedule:
+            return None
+        found = entry.measurement
+        return None if found and self.serves and self.serves.us == found.median_us else found
+
+    @property
     def runner_up_drop(self) -> float | None:
-        """Time of the runner-up over the best time, minus 1; None without runner-up."""
-        return self.runner_up.us / self.best.us - 1 if self.runner_up else None
+        """Time of the runner-up over that of the leader, minus 1; None without runner-up. Where a race timed the two in turn, the
+        race tells it.
+        """
+        raced = self.served if self.served and self.served.schedule == self.leader.schedule else None
+        if raced and self.runner_up and raced.runner_up == self.runner_up.schedule:
+            return raced.margin
+        return self.runner_up.us / self.leader.us - 1 if self.runner_up else None
 
     @property
     def default_drop(self) -> float | None:
@@ -194,7 +322,7 @@ class ProblemReport:
 
     @property
     def second_tile(self) -> TileTime | None:
-        """The second best tile; None with fewer than two tiles, and where too little was searched of the second.
+        """The best tile but the leader's; None with fewer than two tiles, and where too little was searched of it.
 
         What is not searched enough could only turn out faster: within `AS_GOOD` of the best it says that the tile matters
         little.
@@ -204,8 +332,8 @@ class ProblemReport:
 
     @property
     def tile_drop(self) -> float | None:
-        """Best time of the second best tile over the best time, minus 1; None where that tile is not known."""
-        return self.second_tile.relative - 1 if self.second_tile else None
+        """Best time of the second tile over that of the leader's, minus 1, and not below 0; None where that tile is not known."""
+        return max(0.0, self.second_tile.us / self.tiles[0].us - 1) if self.second_tile else None
 
     @property
     def worst_tile(self) -> TileTime | None:
@@ -213,44 +341,35 @@ class ProblemReport:
         return next((tile for tile in reversed(self.tiles[1:]) if tile.searched), None)
 
     @property
-    def rivals(self) -> tuple[tuple[str, float], ...]:
-        """Each rival that was timed in turn with the schedule that is served, and its time over the best time, fastest first."""
+    def races(self) -> tuple[RivalRace, ...]:
+        """The races of other implementations with the schedule of this problem's own entry, the fastest first; none where
+        modelled.
+        """
         if self.served is None or self.provenance != MEASURED:
             return ()
-        relative = next((one.relative for one in self.timed if one.schedule == self.served.schedule), 1.0)
-        known = [(each.name, each.ratio * relative) for each in self.served.rivals or () if each.ratio is not None]
-        return tuple(sorted(known, key=lambda each: (each[1], each[0])))
+        entry = self.served
+        taken = entry.updated_at or (entry.measurement.created_at if entry.measurement else None)
+        found = [
+            RivalRace(
+                name=each.name,
+                us=each.median_us,
+                ours_us=each.ours_us,
+                ratio=each.ratio,
+                ratio_low=each.ratio_low or each.ratio,
+                ratio_high=each.ratio_high or each.ratio,
+                schedule=entry.schedule,
+                taken=taken,
+                version=each.version,
+            )
+            for each in entry.rivals or ()
+            if each.ratio is not None and each.median_us is not None and each.ours_us is not None
+        ]
+        return tuple(sorted(found, key=lambda race: (race.ratio, race.name)))
 
     @property
     def group(self) -> tuple[Any, ...]:
         """(device name, shared values, accumulator mode): problems with the same three share a table."""
         return self.device_name, self.shared, self.accum_mode
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileSensitivity:
-    """What the choice of tile is worth in one regime of sizes."""
-
-    device_name: str
-    """Name of the GPU; empty where modelled."""
-    shared: tuple[Any, ...]
-    """What its problems share: a value for each of `Axes.shared`."""
-    accum_mode: str
-    """fp32 or fp16 accumulators."""
-    regime: str
-    """short, medium or long."""
-    sizes: tuple[int, ...]
-    """The sizes that are joined, along the first of the kernel's axes."""
-    problems: int
-    """How many problems are joined."""
-    best: Tile
-    """The tile whose best schedule has the least time, by geometric mean over the problems."""
-    runner_up: Tile
-    """The best other tile."""
-    drop: float
-    """Mean time of the runner-up over that of the best, minus 1."""
-    spread: float
-    """Mean time of the worst tile over that of the best, minus 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +380,6 @@ class Section:
     """measured or modelled."""
     problems: tuple[ProblemReport, ...]
     """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
-    sensitivity: tuple[TileSensitivity, ...]
-    """What the choice of tile is worth, for each group of problems and each regime of sizes."""
     interactions: tuple[Interaction, ...] = ()
     """Knobs that depend on each other, over all problems; empty where modelled."""
 
@@ -381,6 +498,12 @@ class Report:
     """Compilers behind the modelled entries, one line each."""
     ceilings: tuple[Ceiling, ...] = ()
     """The highest rates that any kernel reached, for each GPU."""
+
+    @property
+    def tile(self) -> tuple[str, ...]:
+        """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
+        found = self.tile_knobs or ()
+        return () if {*found} & {*HINT_KNOBS} else found
 
     def group_text(self, one: ProblemReport) -> str:
         """What the problems of a panel share: sizes, accumulators, and the device where there are several."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,36 +12,36 @@ from typing import Any
 from tiledsched.core.device import describe_gpus
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT
-from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short, tile_text
+from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short
 from tiledsched.report import charts
 from tiledsched.report.analysis import few_schedules
-from tiledsched.report.answer import answer, next_step, problem_answer
-from tiledsched.report.axes import Axes, cell, show
+from tiledsched.report.answer import answer, next_step, target_of
+from tiledsched.report.axes import cell, show
 from tiledsched.report.csv_files import (
     interactions_csv,
     knobs_csv,
     regimes_csv,
+    rules_csv,
     schedules_csv,
     sensitivity_csv,
     winners_csv,
 )
 from tiledsched.report.document import Block, Chart, Explorer, ExplorerCase, Heading, Paragraph, Table, write_document
-from tiledsched.report.effects import joined_effects, preferred_values
-from tiledsched.report.records import DeviceConditions, Interaction, ProblemReport, Report, Section, TileSensitivity
+from tiledsched.report.first_screen import facts, lead, name_of, next_of, opened_on, shown_problems, status
+from tiledsched.report.records import MEASURED, DeviceConditions, Interaction, ProblemReport, Report, Section
+from tiledsched.report.rules import rules_of
 from tiledsched.report.vega import Spec
 from tiledsched.report.views import (
     FEWEST_DOTS,
+    KNOB,
     MOST_PROGRAMS,
     choices_of,
+    curve_rows,
     distinct,
     explored,
-    shown_problems,
     source_of,
     views_of,
 )
-
-MOST_CHOSEN = 5
-"""Knobs in the table of preferred values, at most; those whose values cost most are taken."""
 
 
 def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
@@ -69,6 +71,7 @@ def _tables(report: Report) -> dict[str, str]:
         "sensitivity.csv": sensitivity_csv(report),
         "knobs.csv": knobs_csv(report),
         "winners.csv": winners_csv(report),
+        **({"rules.csv": rules} if (rules := rules_csv(report)).strip() else {}),
         **({"regimes.csv": regimes_csv(report)} if report.regimes else {}),
         **({"interactions.csv": interactions_csv(report)} if report.measured.interactions else {}),
     }
@@ -77,20 +80,25 @@ def _tables(report: Report) -> dict[str, str]:
 def document(reports: Report | Sequence[Report]) -> list[Block]:
     """The whole report: the answer, the views of one problem, the charts of all problems, then the figures."""
     several = [reports] if isinstance(reports, Report) else list(reports)
-    title: list[Block] = [Heading(text=_title(several), level=1)]
-    blocks: list[Block] = [*title] if len(several) > 1 else []
-    for report in several:
-        first, *rest = answer(report)
-        measured = bool(report.measured.problems)
-        blocks.append(Paragraph(text=first, warning=not measured, measured=measured))
-        blocks += title if len(several) == 1 else []
-        blocks += [Paragraph(text=" ".join(rest), answer=True)] if rest else []
-    blocks += _explorer(several) + (_side_by_side(several) if len(several) > 1 else [])
+    blocks = _explorer(several)
+    if not blocks:
+        for report in several:
+            blocks += [Paragraph(text=answer(report)[0], warning=True), Paragraph(text=f"Next: {next_step(report)}")]
+        blocks.insert(2, Heading(text=_title(several), level=1))
+        return blocks + [block for report in several for block in _figures(report, "")]
+    blocks += _side_by_side(several) if len(several) > 1 else []
     for report in several:
         blocks += _all_problems(report, f" on {report.arch}" if len(several) > 1 else "")
-        blocks += [Paragraph(text=text) for text in [next_step(report)] if text]
     for report in several:
         blocks += _figures(report, f" ({report.arch})" if len(several) > 1 else "")
+    if len(several) == 1 and (spec := charts.rates(several)) is not None:
+        title = "Rates of the best schedules"
+        folded = any(block.views for block in blocks if isinstance(block, Explorer))
+        blocks += [
+            Heading(text=title, folded=folded),
+            Chart(name=f"rates-{several[0].arch}", spec=spec, text=title),
+            Paragraph(text="Each dot is a problem with its best schedule."),
+        ]
     return blocks
 
 
@@ -104,41 +112,68 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
     cases: list[ExplorerCase] = []
     shared: dict[str, list[dict[str, Any]]] = {}
     by_case = [(report, one) for report in reports for one in shown_problems(report)]
+    if not by_case:
+        return []
     optional = [
         name for name in reports[0].axes.optional if len({getattr(one.problem, name) for _, one in by_case}) > 1
     ]
-    most = max(FEWEST_DOTS, MOST_PROGRAMS // max(1, len(by_case)))
-    for report, one in by_case:
-        name = f"{report.arch} {one.device_name}"
-        shared[name] = charts.roofs(report, one) if name not in shared else shared[name]
-        rows, notes = views_of(one, most)
+    most = max(FEWEST_DOTS, MOST_PROGRAMS // len(by_case))
+    chosen = [choices_of(report, one, optional) for report, one in by_case]
+    differing = {title for title in chosen[0] if len({values[title] for values in chosen}) > 1}
+    for (report, one), values in zip(by_case, chosen, strict=True):
+        roofs, curve = f"{report.arch} {one.device_name}", f"{report.arch} {one.provenance} {one.group}"
+        if roofs not in shared:
+            shared[roofs] = charts.roofs(report, one)
+        if curve not in shared:
+            every = (*report.measured.problems, *report.modelled.problems)
+            alike = [each for each in every if (each.provenance, each.group) == (one.provenance, one.group)]
+            points = curve_rows(alike, partial(name_of, report=report))
+            shared[curve] = points if len({point["size"] for point in points}) > 1 else []
+        rows, notes, pair = views_of(one, most, report.tile_knobs or ())
         cases.append(
             ExplorerCase(
-                values=choices_of(report, one, optional),
+                values={title: value for title, value in values.items() if title in differing},
                 title=f"{report.kernel} {one.problem}",
                 source=source_of(report, one),
-                lead=problem_answer(one, report),
-                rows={**rows, "roofline": rows["roofline"] if shared[name] else (), "roofs": name},
+                status=status(one, report),
+                measured=one.provenance == MEASURED,
+                next=next_of(one, report),
+                facts=facts(one, report),
+                lead=lead(one, report),
+                target=shlex.join(target_of(report, one)),
+                pair=[f"{KNOB}{knob}" for knob in pair],
+                rows={
+                    **rows,
+                    "roofline": rows["roofline"] if shared[roofs] else (),
+                    "roofs": roofs,
+                    "curve": curve if shared[curve] else (),
+                },
                 notes={**notes, "roofline": charts.share_of_ceiling(report, one)},
             )
         )
     views = [view for view in charts.views(reports) if any(case.rows[view.main] for case in cases)]
-    if not views:
-        return []
-    first = max(range(len(by_case)), key=lambda place: (by_case[place][0] is reports[0], by_case[place][1].best.rate))
+    problems = [one for _, one in by_case]
     names = [
         f"`{letters}` is `{knob}`"
         for knob, letters in SHORT.items()
-        if any(knob in one.best.schedule for _, one in by_case)
+        if any(knob in one.best.schedule for one in problems)
     ]
-    text = f"In schedules, {', '.join(names)}; a knob that is not named is at its plainest value." if names else ""
-    heading: list[Block] = [Heading(text="One problem"), Explorer(views=views, cases=cases, shared=shared, first=first)]
-    return [*heading, *([Paragraph(text=text)] if text else [])]
+    text = "Click a square, a dot or a mark for its schedule in full, what it takes of the GPU, and commands that reproduce it."
+    if names:
+        text += f" In schedules, {', '.join(names)}; a knob that is not named is at its plainest value."
+    return [Explorer(views=views, cases=cases, shared=shared, first=opened_on(problems), marks=text)]
 
 
 def _all_problems(report: Report, after: str) -> list[Block]:
-    """The charts over all problems."""
-    blocks: list[Block] = []
+    """What all problems say together: the answer, and charts."""
+    first, *rest = answer(report)
+    measured = bool(report.measured.problems)
+    blocks: list[Block] = [
+        Heading(text=f"All problems{after}"),
+        Paragraph(text=first, warning=not measured, measured=measured),
+        *(Paragraph(text=each) for each in rest),
+        *([Paragraph(text=text)] if (text := next_step(report)) else []),
+    ]
     for section in (report.measured, report.modelled):
         problems = explored(section.problems)
         if not problems:
@@ -146,52 +181,33 @@ def _all_problems(report: Report, after: str) -> list[Block]:
         name = f"{section.provenance}-{report.arch}"
         wanted: list[tuple[str, str, Spec | None]] = [
             (
-                "tiles",
-                "Each square is one tile size with its best schedule over all other knobs; 1.00, outlined, is "
-                "the best tile of the problem. "
-                "All problems share one scale of colours; where no square is drawn, no program of that tile was tried.",
-                charts.tile_panels(report, problems),
-            ),
-            (
                 "costs",
-                "Each dot is a problem: how many times as long as the best it takes with the second best tile, "
-                "with the schedule that runs "
-                "without tuning, and with the median of all programs tried. The bold tick is the median over problems.",
+                "Each dot is a problem: how many times as long as the best it takes with the second best tile, with what would "
+                "be served without tuning, with the compiler defaults, and with the median of all programs tried. The bold tick "
+                "is the median over problems.",
                 charts.costs(report, problems),
             ),
             (
                 "knobs",
                 "Each line compares programs of one problem that differ in this knob alone, and is the mean "
-                "over problems with its 95% interval. "
-                "Orange knobs are best at different values for different problems (the folded table of preferred values "
-                "says which); blue ones can be left at one value. "
-                "All other knobs stay as they are in a pair, so that a tile may cost more here than in the tile maps, where "
-                "they are chosen anew.",
+                f"over problems with {'its 95% interval' if section.provenance == MEASURED else 'the range of the estimates'}. "
+                "Orange knobs are best at different values for different problems (the folded table of rules says which, where "
+                "one was found); blue ones can be left at one value.",
                 charts.knobs(report, problems),
             ),
         ]
-        found: list[Block] = []
         for kind, text, spec in wanted:
             if spec is not None:
-                found += [Chart(name=f"{kind}-{name}", spec=spec, text=text), Paragraph(text=text)]
-        found += _few(problems)
-        if found:
-            several = bool(report.measured.problems and report.modelled.problems)
-            blocks += [
-                Heading(text=f"All problems at once{after}" + (f", {section.provenance}" if several else "")),
-                *found,
-            ]
-    if not after and (spec := charts.rates([report])) is not None:
-        text = "Each dot is a problem with its best schedule."
-        blocks += [Chart(name=f"rates-{report.arch}", spec=spec, text=text), Paragraph(text=text)]
+                blocks += [Chart(name=f"{kind}-{name}", spec=spec, text=spec["title"]["text"]), Paragraph(text=text)]
     return blocks
 
 
-def _few(problems: Sequence[ProblemReport]) -> list[Block]:
+def _few(problems: Sequence[ProblemReport], after: str) -> list[Block]:
     """How few schedules are enough."""
     sets, sentence = few_schedules(problems)
-    rows = ((f"{limit * 100:.0f}%", str(len(chosen)), ", ".join(map(short, chosen))) for limit, chosen in sets.items())
-    return [Paragraph(text=sentence), _table(("within", "schedules", "which"), rows)] if sentence else []
+    rows = [(f"{limit * 100:.0f}%", str(len(chosen)), ", ".join(map(short, chosen))) for limit, chosen in sets.items()]
+    head = ("within", "schedules", "which")
+    return _part(f"How few schedules are enough{after}", head, rows, sentence) if sentence else []
 
 
 def _side_by_side(reports: Sequence[Report]) -> list[Block]:
@@ -220,7 +236,7 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         text = "Each dot is a problem with its best schedule; only problems of several GPUs are drawn."
         blocks += [
             Heading(text="The same problems on each GPU"),
-            Chart(name="rates", spec=spec, text=text),
+            Chart(name="rates", spec=spec, text="Rates of the best schedules"),
             Paragraph(text=text),
         ]
     title = f"Best schedules of {plural(len(rows), 'problem')} on each GPU"
@@ -293,28 +309,12 @@ def _figures(report: Report, after: str) -> list[Block]:
 
 
 def _section(section: Section, report: Report, after: str) -> list[Block]:
-    blocks: list[Block] = [
-        Heading(text=f"Best schedules of {plural(len(section.problems), 'problem')}{after}", folded=True)
-    ]
+    blocks: list[Block] = [Heading(text=f"Schedules of {plural(len(section.problems), 'problem')}{after}", folded=True)]
     for _, members in groupby(section.problems, key=lambda one: one.group):
         group = list(members)
         blocks += [Heading(text=report.group_text(group[0]), level=3), _best_table(group, report)]
-    blocks += _preferences(section, after)
-    axes, tile = report.axes, " x ".join(report.tile_knobs or ())
-    # The form of Table 4 of TiledAttention: what the choice of tile is worth, by size.
-    blocks += _part(
-        f"Best and second best tile by size{after}",
-        (
-            "problems",
-            axes.swept_title,
-            "best tile",
-            f"second best takes longer by ({section.provenance})",
-            "worst takes longer by",
-        ),
-        (_sensitivity_row(line, axes) for line in section.sensitivity),
-        f"Each tile ({tile}) is judged by its best schedule over all other knobs; where a line joins several problems, "
-        f"by the geometric mean. Short is {axes.swept_title} up to 1024, medium up to 4096, long above.",
-    )
+    blocks += _rules(section, report, after)
+    blocks += _few(explored(section.problems), after)
     if section.interactions:
         blocks += [
             Heading(text=f"Knobs that depend on each other{after}", folded=True),
@@ -325,24 +325,30 @@ def _section(section: Section, report: Report, after: str) -> list[Block]:
 
 
 def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
-    """The best schedule of each problem of a group."""
+    """What is served for each problem of a group, what ties with it, and what other choices cost."""
     columns = report.axes.columns_of([one.problem for one in group])
     return _table(
         (
             "problem",
-            "best schedule",
+            "served",
             f"{group[0].provenance} µs",
             "rate",
+            "ties",
+            "best, where not served",
             "second best tile takes longer by",
-            "default takes longer by",
+            "served without tuning takes longer by",
+            "compiler defaults take longer by",
         ),
         (
             (
                 " ".join(f"{title}={cell(one.problem, fields)}" for title, fields in columns.items()),
-                short(one.best.schedule),
-                microseconds(one.best.us),
-                f"{one.best.rate:,.1f} {unit_of(one.problem)}",
+                short(one.explained.schedule if one.explained else one.best.schedule),
+                microseconds(one.serves.us) if one.serves else NOTHING,
+                f"{one.serves.rate:,.1f} {unit_of(one.problem)}" if one.serves else NOTHING,
+                str(len(one.ties)) if one.ties else NOTHING,
+                NOTHING if one.serves is one.best else f"{short(one.best.schedule)} {microseconds(one.best.us)} µs",
                 percent_cell(one.tile_drop),
+                percent_cell(one.untuned.relative - 1 if one.untuned and one.untuned.relative else None),
                 percent_cell(one.default_drop),
             )
             for one in group
@@ -354,39 +360,26 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     return Table(head=tuple(head), rows=tuple(map(tuple, rows)))
 
 
-def _preferences(section: Section, after: str) -> list[Block]:
-    """Which value each problem prefers of the knobs that have to be chosen for each problem."""
-    problems = explored(section.problems)
-    knobs = [verdict.knob for verdict in joined_effects(problems) if verdict.advice == "choose"][:MOST_CHOSEN]
+def _rules(section: Section, report: Report, after: str) -> list[Block]:
+    """For which problems each value of a knob is good."""
     return _part(
-        f"Which value each problem prefers{after}",
-        ("problem", *(f"`{knob}`" for knob in knobs)),
+        f"For which problems a value is good{after}",
+        ("rule", "right for", "saves"),
         (
-            (str(one.problem), *(NOTHING if value is None else show(value) for value in values))
-            for one, values in zip(problems, preferred_values(problems, knobs), strict=True)
-            if any(value is not None for value in values)
+            (
+                rule.text,
+                f"{rule.right} of {rule.problems}, one value for all {rule.constant_right}",
+                percent_cell(rule.saved),
+            )
+            for rule in rules_of(section.problems, report.tile)
         ),
-        "A problem prefers a value if, over its matched pairs, no value compared with it is faster and at least one is surely "
-        "slower. Problems that prefer no value are left out.",
+        "A value is good for a problem if the best program with it takes at most 1% longer than the best of all (of estimates: "
+        "longer by at most the model's error), or cannot be told apart from it. The winners of all searches count. A rule is "
+        "right for a problem if the value it names is good there. It is judged on problems that it was made without, a fifth "
+        "at a time. One value for all is the one that is good for most. A knob has no rule where chance may have made it, or "
+        "where its values differ by no more than noise. `saves` is how much less time the rule's value takes than the one "
+        "value for all, where the two differ and many programs of the problem were timed.",
     )
-
-
-def _sensitivity_row(line: TileSensitivity, axes: Axes) -> tuple[str, ...]:
-    words = [f"{title}={show(value)}" for title, value in zip(axes.titles.values(), line.shared, strict=True)]
-    accum = [f"{line.accum_mode} accumulators"] if line.accum_mode != "fp32" else []
-    return (
-        ", ".join([*words, *accum, *([line.device_name] if line.device_name else [])]),
-        f"{line.regime}: {', '.join(map(str, line.sizes))}",
-        tile_text(line.best),
-        f"{tile_text(line.runner_up)}: {percent_cell(line.drop)}",
-        percent_cell(line.spread),
-    )
-
-
-INTERACTIONS = (
-    "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
-    "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
-)
 
 
 def interactions_table(found: Sequence[Interaction]) -> Table:
@@ -405,6 +398,12 @@ def interactions_table(found: Sequence[Interaction]) -> Table:
             for one in found
         ),
     )
+
+
+INTERACTIONS = (
+    "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
+    "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
+)
 
 
 def _regimes(report: Report, after: str) -> list[Block]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiledsched.core.problem import unit_of
-from tiledsched.core.text import change
-from tiledsched.report.analysis import broad
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.text import change, code, joined, plural
+from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
-from tiledsched.report.records import ProblemReport, Report, Timed, ValueEffect
+from tiledsched.report.records import AS_GOOD, ProblemReport, Report, Tile, Timed, ValueEffect
+from tiledsched.store.model_error import error_text
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
 EDGES = (1.0, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, SCALE_END)
 """Where the bars of the histogram of programs begin, as multiples of the best time."""
-MOST_PROGRAMS = 12_000
+MOST_PROGRAMS = 6_000
 """Programs on a page, at most; where there are more, each problem shows the fastest and evenly spread others."""
 FEWEST_DOTS = 40
 """Programs of a problem on a page, however many problems there are."""
@@ -25,6 +29,25 @@ FASTEST = 0.3
 """The share of the programs shown that are the fastest, where not all are shown."""
 MOST_PROBLEMS = 150
 """Problems that a page lets its reader choose from, at most; those with the most programs are taken."""
+CURVE_END = 10.0
+"""Where the curve of costs ends: what takes longer is drawn there."""
+SERVED, DEFAULTS, UNTUNED = "served", "compiler defaults", "served without tuning"
+"""How marks are called, in every chart."""
+MOST_UNTRIED = 6
+"""Knobs with untried values that are named, at most."""
+NEAR_END = 1.5
+"""What takes longer counts as much as this where two knobs are looked for that depend on each other."""
+KNOB = "k:"
+"""Begins the field of a row that holds the value of a knob."""
+RESOURCES = {
+    "registers": "registers",
+    "spilled": "spill_bytes",
+    "blocks": "ctas_per_sm",
+    "shared": "shared_bytes",
+    "threads": "threads",
+    "code": "code_bytes",
+}
+"""Field of a row -> the resource of its machine code."""
 
 Row = dict[str, Any]
 
@@ -38,33 +61,159 @@ def explored(problems: Sequence[ProblemReport]) -> list[ProblemReport]:
     return [one for one in found if one in most] if len(most) < len(found) else found
 
 
-def shown_problems(report: Report) -> list[ProblemReport]:
-    """The problems of a report that a page explores one by one: measured ones, then modelled ones."""
-    return [*explored(report.measured.problems), *explored(report.modelled.problems)]
-
-
 def source_of(report: Report, one: ProblemReport) -> str:
     """Where the times of a problem come from, for the title of a picture."""
     if one.device_name:
         return f"measured on {one.device_name} ({report.arch})" + (f", {one.taken:%Y-%m-%d}" if one.taken else "")
-    return f"modelled for {report.arch}, not measured"
+    return f"modelled for {report.arch}, not measured; {error_text(one.error)}"
 
 
-def tile_rows(one: ProblemReport) -> list[Row]:
-    """Each tile size by its best schedule: the best is 1. A question mark stands by tiles of which too little was tried."""
+def listed(one: ProblemReport, most: int) -> dict[Schedule, int]:
+    """The programs of a problem that a page draws: each schedule -> the place of its program, the fastest first.
+
+    They are at most `most`, and besides them what is served, the defaults, what would be served without tuning, and the best of
+    each tile.
+    """
+    programs = distinct(one)
+    own = {timed.schedule: timed.same_program_as or timed.schedule for timed in one.timed}
+    named = [each.schedule for each in (*one.tiles, one.serves, one.default, one.untuned) if each]
+    wanted = {timed.schedule for timed in sampled(programs, most)} | {own.get(each, each) for each in named}
+    drawn = [timed.schedule for timed in programs if timed.schedule in wanted]
+    places = {schedule: place for place, schedule in enumerate(drawn)}
+    return {schedule: places[program] for schedule, program in own.items() if program in places}
+
+
+def mark_of(one: ProblemReport, schedules: Collection[Schedule]) -> str:
+    """What some schedules of a problem hold: `served`; `tie`, what cannot be told apart from it; `best`, where what is served has
+    no time; or nothing of these.
+    """
+    chosen = one.serves or one.leader
+    if chosen.schedule in schedules:
+        return "served" if one.serves else "best"
+    return "tie" if one.ties.intersection(schedules) else ""
+
+
+def _members(places: Mapping[Schedule, int]) -> list[list[Schedule]]:
+    """The schedules of each program that is drawn."""
+    found: dict[int, list[Schedule]] = defaultdict(list)
+    for schedule, place in places.items():
+        found[place].append(schedule)
+    return [found[place] for place in range(len(found))]
+
+
+def program_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
+    """The programs that are drawn: their time, what they take of the GPU, and the value of each knob."""
+    knobs = dict.fromkeys(knob for schedule in places for knob in schedule)
+    shown = [timed for timed in distinct(one) if timed.schedule in places]
     return [
         {
-            "rows": tile.tile[0],
-            "columns": tile.tile[1],
-            "relative": round(tile.relative, 4),
-            "said": f"{tile.relative:.2f}" + ("" if tile.searched else "?"),
-            "us": round(tile.us, 2),
-            "programs": tile.programs,
-            "best": tile is one.tiles[0],
-            "schedule": tile.schedule.short(),
+            "us": round(timed.us, 2),
+            "best_us": round(one.best.us, 2),
+            "mark": mark_of(one, alike),
+            **{name: getattr(timed.facts, fact) if timed.facts else None for name, fact in RESOURCES.items()},
+            **{f"{KNOB}{knob}": timed.schedule.get(knob) for knob in knobs},
         }
+        for timed, alike in zip(shown, _members(places), strict=True)
+    ]
+
+
+def tile_rows(one: ProblemReport, knobs: Sequence[str], places: Mapping[Schedule, int]) -> list[Row]:
+    """Each tile size by its best schedule: the best is 1. A question mark stands by tiles of which too little was tried."""
+    of: dict[Tile, list[Schedule]] = defaultdict(list)
+    for timed in one.timed if one.tiles else ():
+        of[timed.schedule.number(knobs[0]), timed.schedule.number(knobs[1])].append(timed.schedule)
+    return [
+        _square(
+            one,
+            *tile.tile,
+            tile.relative,
+            tile.us,
+            tile.programs,
+            tile.searched,
+            of[tile.tile],
+            places.get(tile.schedule),
+        )
         for tile in one.tiles
     ]
+
+
+def _square(
+    one: ProblemReport,
+    rows: object,
+    columns: object,
+    relative: float,
+    us: float,
+    programs: int,
+    searched: bool,
+    schedules: Collection[Schedule],
+    at: int | None,
+) -> Row:
+    """A square of a heat map."""
+    return {
+        "rows": rows,
+        "columns": columns,
+        "relative": round(relative, 4),
+        "said": f"{relative:.2f}" + ("" if searched else "?"),
+        "us": round(us, 2),
+        "programs": programs,
+        "mark": mark_of(one, schedules),
+        "at": at,
+    }
+
+
+def pair_rows(one: ProblemReport, pair: Sequence[str], places: Mapping[Schedule, int]) -> list[Row]:
+    """Each two values of two knobs by the best of the programs drawn. A question mark stands by squares with few programs."""
+    found: dict[tuple[str, str], list[Timed]] = defaultdict(list)
+    for timed in distinct(one):
+        if timed.schedule in places and {*pair} <= {*timed.schedule}:
+            found[show(timed.schedule[pair[0]]), show(timed.schedule[pair[1]])].append(timed)
+    return [
+        _square(
+            one,
+            *values,
+            each[0].relative,
+            each[0].us,
+            len(each),
+            len(each) >= FEWEST_PROGRAMS,
+            [timed.schedule for timed in each],
+            places[each[0].schedule],
+        )
+        for values, each in found.items()
+    ]
+
+
+def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, str] | None:
+    """The two knobs that depend most on each other, but for those of the tile map; None where no two do in enough programs.
+
+    Over all two values of each: how far the best time with both changed is from what the changes of one multiply to. Only values
+    count of which enough programs were timed together.
+    """
+    best: dict[tuple[str, str], dict[tuple[object, object], list[float]]] = defaultdict(lambda: defaultdict(list))
+    programs = distinct(one)
+    knobs = [
+        knob for knob in sorted(one.best.schedule) if len({str(timed.schedule.get(knob)) for timed in programs}) > 1
+    ]
+    for timed in programs:
+        for pair in itertools.combinations((knob for knob in knobs if knob in timed.schedule), 2):
+            best[pair][timed.schedule[pair[0]], timed.schedule[pair[1]]].append(math.log(min(timed.relative, NEAR_END)))
+    worth = {}
+    for pair, squares in best.items():
+        least = {values: min(logs) for values, logs in squares.items() if len(logs) >= FEWEST_PROGRAMS}
+        worth[pair] = max(
+            (
+                abs(least[a, b] + least[c, d] - least[a, d] - least[c, b])
+                for (a, b), (c, d) in itertools.combinations(least, 2)
+                if a != c and b != d and (a, d) in least and (c, b) in least
+            ),
+            default=0.0,
+        )
+    worth = {pair: value for pair, value in worth.items() if {*pair} != {*tile} and value > math.log(1 + AS_GOOD)}
+    return max(worth, key=lambda pair: worth[pair], default=None)
+
+
+def judged_knobs(one: ProblemReport, tile: Collection[str]) -> list[ValueEffect]:
+    """What values of knobs cost in a problem, without the knobs of the tile map, which chooses all others anew for each tile."""
+    return [each for each in value_effects(one) if each.knob not in tile]
 
 
 def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
@@ -73,8 +222,9 @@ def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
         {
             "change": f"{each.knob}: {show(each.value)}, not {show(each.against)}",
             "relative": round(each.ratio, 4),
-            "low": round(each.ci_low or each.ratio, 4),
-            "high": round(each.ci_high or each.ratio, 4),
+            "low": round(low := each.ci_low or each.ratio, 4),
+            "high": round(high := each.ci_high or each.ratio, 4),
+            "between": f"{low:.3f} to {high:.3f} ({'range of estimates' if each.estimated else '95% interval'})",
             "said": change(each.ratio - 1),
             "pairs": each.pairs,
             "problems": each.problems,
@@ -84,10 +234,24 @@ def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
     ]
 
 
-def untried(effects: Iterable[ValueEffect]) -> str:
-    """The values of knobs that have too few matched pairs to be judged, in a sentence; empty where there are none."""
-    found = [f"`{each.knob}={show(each.value)}`" for each in effects if each.ratio is None]
-    return f"Untried here (fewer than {LEAST_PAIRS} matched pairs): {', '.join(found)}." if found else ""
+def _faster_elsewhere(effect: ValueEffect) -> bool:
+    """Whether a value is faster than the best schedule's in pairs: in schedules, that is, which differ from it in more knobs."""
+    return effect.ratio is not None and effect.ratio < 1 - AS_GOOD
+
+
+def not_drawn(effects: Sequence[ValueEffect]) -> str:
+    """The values of knobs that are faster only elsewhere, and how many have too few matched pairs to be judged, in sentences."""
+    said = []
+    if elsewhere := [code(f"{each.knob}={show(each.value)}") for each in effects if _faster_elsewhere(each)]:
+        said.append(
+            f"Faster only in schedules that differ from the best in more knobs, and not drawn: {joined(elsewhere)}."
+        )
+    if few := [each.knob for each in effects if each.ratio is None]:
+        knobs = [code(knob) for knob in dict.fromkeys(few)]
+        more = [f"{len(knobs) - MOST_UNTRIED} more knobs"] if len(knobs) > MOST_UNTRIED else []
+        of = joined([*knobs[:MOST_UNTRIED], *more])
+        said.append(f"Fewer than {LEAST_PAIRS} pairs were tried of {plural(len(few), 'value')} of {of}.")
+    return " ".join(said)
 
 
 def distinct(one: ProblemReport) -> list[Timed]:
@@ -119,39 +283,68 @@ def histogram_rows(one: ProblemReport) -> list[Row]:
     ]
 
 
-def mark_rows(one: ProblemReport) -> list[Row]:
-    """The winner, the default schedule and the rivals, as multiples of the best time, fastest first."""
-    default = [("default schedule", one.default.relative, one.default.us)] if one.default else []
-    rivals = [(name, relative, one.best.us * relative) for name, relative in one.rivals]
-    ordered = sorted([("best", 1.0, one.best.us), *default, *rivals], key=lambda mark: mark[1])
+def mark_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
+    """What is served, the compiler defaults, and what would be served without tuning, as multiples of the best time."""
+    named = [
+        (SERVED if one.serves else "best", one.serves or one.leader),
+        (DEFAULTS, one.default),
+        (UNTUNED, one.untuned),
+    ]
+    timed = {each.schedule: each for each in one.timed}
+    known = [(what, timed[each.schedule]) for what, each in named if each and each.schedule in timed]
     return [
         {
-            "what": f"{what} {relative:.2f}" + (" →" if relative > SCALE_END else ""),
-            "at": round(min(relative, SCALE_END), 4),
-            "us": round(us, 2),
+            "what": f"{what} {each.relative:.2f}" + (" →" if each.relative > SCALE_END else ""),
+            "relative": round(min(each.relative, SCALE_END), 4),
+            "us": round(each.us, 2),
             "height": 10 + 15 * place,
-            "kind": what if what in ("best", "default schedule") else "rival",
+            "kind": SERVED if what == "best" else what,
+            "at": places.get(each.schedule),
         }
-        for place, (what, relative, us) in enumerate(ordered)
+        for place, (what, each) in enumerate(sorted(known, key=lambda mark: mark[1].relative))
     ]
 
 
-def resource_rows(one: ProblemReport, most: int) -> list[Row]:
-    """What programs take of the GPU, and their time."""
-    found = sampled([timed for timed in distinct(one) if timed.facts], most)
+def race_rows(one: ProblemReport) -> list[Row]:
+    """Each other implementation and the schedule of ours that it was timed in turn with: both times of that one run."""
     return [
         {
-            "registers": timed.facts.registers,
-            "spilled": timed.facts.spill_bytes,
-            "blocks": timed.facts.ctas_per_sm,
-            "relative": round(min(timed.relative, SCALE_END), 3),
-            "us": round(timed.us, 2),
-            "best": timed is one.best,
-            "schedule": timed.schedule.short(),
+            "rival": race.name,
+            "us": round(race.us, 2),
+            "ours_us": round(race.ours_us, 2),
+            "said": f"{race.ratio:.2f}x",
+            "interval": f"{race.ratio_low:.3f} to {race.ratio_high:.3f}",
+            "schedule": race.schedule.short(),
+            "day": f"{race.taken:%Y-%m-%d}" if race.taken else "",
+            "version": race.version,
         }
-        for timed in found
-        if timed.facts
+        for race in one.races
     ]
+
+
+def curve_rows(problems: Iterable[ProblemReport], named: Callable[[Schedule], str]) -> list[Row]:
+    """What each choice costs over the best time, and what is served or best, for each problem with several programs."""
+    rows = []
+    for one in (each for each in problems if each.programs > 1):
+        untuned = one.untuned.relative if one.untuned else None
+        choices = (
+            (DEFAULTS, one.default.relative if one.default else None, one.default),
+            (UNTUNED, untuned, one.untuned),
+            ("second best tile", one.second_tile.relative if one.second_tile else None, one.second_tile),
+        )
+        rows += [
+            {
+                "size": one.size,
+                "relative": round(min(relative, CURVE_END), 4),
+                "what": what,
+                "tile": named(chosen.schedule),
+                "best": named((one.serves or one.leader).schedule),
+                "problem": str(one.problem),
+            }
+            for what, relative, chosen in choices
+            if relative is not None and chosen
+        ]
+    return rows
 
 
 def trace_rows(one: ProblemReport) -> list[Row]:
@@ -164,15 +357,21 @@ def trace_rows(one: ProblemReport) -> list[Row]:
     ]
 
 
-def roofline_rows(one: ProblemReport) -> list[Row]:
-    """The best and the default schedule of a problem under the ceilings; empty for problems without FLOPs and bytes."""
+def roofline_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
+    """What is served and the compiler defaults under the ceilings; empty for problems without FLOPs and bytes."""
     if unit_of(one.problem) != "TFLOP/s" or not one.problem.min_bytes:
         return []
     intensity = one.problem.flops / one.problem.min_bytes
-    both = [("best", one.best), *([("default schedule", one.default)] if one.default else [])]
+    both = [(SERVED, one.serves or one.leader), *([(DEFAULTS, one.default)] if one.default else [])]
     return [
-        {"intensity": round(intensity, 3), "rate": round(timed.rate, 2), "what": what, "us": round(timed.us, 2)}
-        for what, timed in both
+        {
+            "intensity": round(intensity, 3),
+            "rate": round(timed.rate, 2),
+            "kind": kind,
+            "us": round(timed.us, 2),
+            "at": places.get(timed.schedule),
+        }
+        for kind, timed in both
     ]
 
 
@@ -188,27 +387,35 @@ def choices_of(report: Report, one: ProblemReport, optional: Sequence[str]) -> d
     }
 
 
-def views_of(one: ProblemReport, most: int) -> tuple[dict[str, Sequence[Row]], dict[str, str]]:
-    """All that a page shows of one problem: name of a data set -> its rows, and name of a view -> what has to be said of it.
+def views_of(
+    one: ProblemReport, most: int, tile: Sequence[str]
+) -> tuple[dict[str, Sequence[Row]], dict[str, str], Sequence[str]]:
+    """All that a page shows of one problem: name of a data set -> its rows, name of a view -> what has to be said of it, and
+    the two knobs of the map of pairs.
 
     Args:
         one: the problem.
         most: at most so many programs are drawn as dots.
+        tile: the knobs of the tile map; empty where there is none.
     """
-    resources, effects = resource_rows(one, most), value_effects(one)
-    partly = f"{len(resources)} of {one.programs} programs are drawn." if len(resources) < one.programs else ""
+    places, effects = listed(one, most), judged_knobs(one, tile)
+    programs, pair = program_rows(one, places), strongest_pair(one, tile) or ()
+    partly = f"{len(programs)} of {one.programs} programs are drawn." if len(programs) < one.programs else ""
     rows: dict[str, Sequence[Row]] = {
-        "tiles": tile_rows(one),
-        "knobs": knob_rows(effects),
-        "programs": histogram_rows(one),
-        "marks": mark_rows(one),
-        "resources": resources,
-        "roofline": roofline_rows(one),
+        "tiles": tile_rows(one, tile, places) if tile and one.programs > 1 else (),
+        "effects": knob_rows(each for each in effects if not _faster_elsewhere(each)),
+        "pairs": pair_rows(one, pair, places) if pair else (),
+        "bars": histogram_rows(one) if one.programs > 1 else (),
+        "marks": mark_rows(one, places),
+        "programs": programs,
+        "resources": [{"known": True}]
+        if any(row["registers"] is not None for row in programs) and one.programs > 1
+        else (),
+        "roofline": roofline_rows(one, places),
+        "races": race_rows(one),
         "trace": trace_rows(one),
+        "here": [{"size": one.size}],
     }
-    notes = {
-        "knobs": untried(effects),
-        "resources": partly if resources else "The resources of these programs are not known.",
-        "trace": "" if one.trace else "No search of this problem is recorded in the database.",
-    }
-    return rows, notes
+    within = "" if one.error is None else f"Differences below {one.tolerance * 100:.0f}% are within the model's error."
+    notes = {"tile-map": within, "knob-effects": not_drawn(effects), "resources": partly, "pairs": partly}
+    return rows, notes, pair

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import defaultdict
@@ -114,6 +115,23 @@ class ArchTable:
             key=lambda entry: (entry.device_name != device_name, *precedence(entry, self.seen_mhz), entry.device_name),
             default=None,
         )
+
+    def without(self, problem: Problem) -> ArchTable:
+        """This table, as if neither the problem nor another one that is the same work had an entry."""
+        similarity, spills = self.kernel.similarity, self.spills
+        kind = similarity.kind(problem)
+        equal = {problem} | {
+            entry.problem
+            for entry in (*self.alike(problem), *self.modelled)
+            if similarity.kind(entry.problem) == kind and similarity.distance(entry.problem, problem) == 0
+        }
+        other = copy.copy(self)
+        other.spills, other.problems = spills, self.problems - equal
+        other.modelled = [entry for entry in self.modelled if entry.problem not in equal]
+        other.measured = [entry for entry in self.measured if entry.problem not in equal]
+        other._by_kind = self._by_kind | {kind: [entry for entry in self.alike(problem) if entry.problem not in equal]}
+        other._by_problem = {each: of for each, of in self._by_problem.items() if each not in equal}
+        return other
 
     def alike(self, problem: Problem) -> Sequence[Entry]:
         """The entries that were measured for problems of the same kind."""

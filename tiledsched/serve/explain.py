@@ -15,6 +15,7 @@ from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.offers import Offer
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.store.model_error import error_of, error_text
 from tiledsched.store.records import Entry
 
 
@@ -167,7 +168,8 @@ class Explanation:
             )
             slowed = served.held_down and f"{served.held_down}; tune again when the GPU holds its clock"
         elif entry.model_us is not None:
-            modelled = f"{entry.model_us:.1f} us (an estimate; nothing was measured)"
+            error = error_of(self.arch, entry.problem, entry.schedule)
+            modelled = f"{entry.model_us:.1f} us (an estimate; nothing was measured; {error_text(error)})"
         margin = f"{entry.margin:.1%} slower" if entry.margin is not None else "not measured"
         layer = f" ({entry.layer} layer)" if entry.layer else ""
         source = entry.source.removesuffix(f"; {entry.same_numbers}")

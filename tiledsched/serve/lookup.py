@@ -90,6 +90,12 @@ class LookupTable:
         other._tables, other._answers = self._tables | {arch: of_arch}, {}
         return other
 
+    def without(self, problem: Problem, arch: str) -> LookupTable:
+        """This table, as if neither the problem nor another one that is the same work had an entry of the arch."""
+        other = copy.copy(self)
+        other._tables, other._answers = self._tables | {arch: self._of_arch(arch).without(problem)}, {}
+        return other
+
     def spills(self, arch: str) -> Spills:
         """What is known of programs of an arch that spill registers or do not build."""
         return self._of_arch(arch).spills

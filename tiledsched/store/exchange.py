@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
 
 SCHEMA_VERSION = 2
-"""Version of the format of table and landscape files, which docs/landscapes.md describes."""
+"""Version of the format of table and landscape files, which docs/database.md describes."""
 LINE = 118
 """The most characters of a list or an object that stands on one line."""
 LONGEST_STEM = 200

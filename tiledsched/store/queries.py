@@ -108,12 +108,14 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
         alike[stored.kernel, stored.measurement.problem, stored.measurement.device.name].append(stored)
     taken: dict[tuple[str, Problem, str, str], dict[str, dict[ProgramKey, Measurement]]] = {}
     for place, members in alike.items():
+        _, problem, _ = place
         if len({stored.measurement.regime for stored in members}) > 1:
             for stored in members:
                 found = stored.measurement
                 accum_mode = str(found.schedule.get("accum_mode", "fp32"))
                 regimes = taken.setdefault((*place, accum_mode), {})
-                regimes.setdefault(found.regime, {}).setdefault(_program(stored), found)
+                program = program_key(found.fingerprint, problem, found.schedule, found.device)
+                regimes.setdefault(found.regime, {}).setdefault(program, found)
     compared = []
     for (_, problem, device, accum_mode), regimes in taken.items():
         burst, sustained = regimes.get("burst", {}), regimes.get("sustained", {})
@@ -141,12 +143,14 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
     return sorted(compared, key=lambda one: (one.device_name, one.problem, one.accum_mode))
 
 
-def _program(stored: StoredMeasurement) -> ProgramKey:
-    found = stored.measurement
+def program_key(fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
+    """What makes a program of a problem distinct: its machine code and the grids of its launches. A tune, a report, `explain` and
+    `show` all count programs by it.
+    """
     try:
-        return found.fingerprint, found.problem.declaration.grids(found.problem, found.schedule, found.device)
+        return fingerprint, problem.declaration.grids(problem, schedule, device)
     except Exception:  # an unknown kernel, or a schedule of an older space: its grid function may stumble in any way
-        return found.fingerprint, found.schedule.id
+        return fingerprint, schedule.id
 
 
 def _loss(served: Measurement, best: Measurement) -> tuple[float, bool]:

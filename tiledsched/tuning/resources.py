@@ -26,6 +26,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import chosen_space
 from tiledsched.measure import nvml
 from tiledsched.measure.runner import Runner
+from tiledsched.tuning.options import is_list
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -200,7 +201,7 @@ class Resources:
             SpaceError, ConfigError: a file cannot be used.
         """
         found = self._tools.space(self.arch, kernel, file)
-        return found if candidates is None else found.limited_to(*read_candidates(Path(candidates), found))
+        return found if candidates is None else found.limited_to(*read_candidates(candidates, found))
 
     def builder(self, kernel: KernelClass, timeout_s: float = DEFAULT_TIMEOUT_S) -> Builder:
         """What builds schedules of a kernel and keeps what came of it in the database."""
@@ -279,16 +280,23 @@ class Resources:
         self.close()
 
 
-def read_candidates(path: Path, space: SearchSpace) -> tuple[list[dict[str, KnobValue]], str, Mapping[str, int]]:
-    """The schedules that a file lists, as values by knob, its name, and why other rows of it are none.
+def read_candidates(
+    source: str | Path, space: SearchSpace
+) -> tuple[list[dict[str, KnobValue]], str, Mapping[str, int]]:
+    """The schedules that a file lists, or a JSON list that is given in its place, as values by knob; its name; and why other
+    rows of it are none.
 
     Raises:
         ConfigError: it cannot be read, or lists none.
     """
     from tiledsched.store.foreign import configurations
 
+    inline = is_list(str(source))
+    path = Path("the list" if inline else source)
     try:
-        text = check_plain(path, read_bounded(path, MAX_CANDIDATES_BYTES)).decode("utf-8-sig")
+        text = (
+            str(source) if inline else check_plain(path, read_bounded(path, MAX_CANDIDATES_BYTES)).decode("utf-8-sig")
+        )
         listed, left_out = configurations(text, path.name, space.knobs)
     except (OSError, ValueError, RecursionError, DatabaseError) as error:
         raise ConfigError(f"cannot read candidates from {path}: {error}") from error

@@ -25,11 +25,11 @@ class TuneResult:
     schedules: int
     """Schedules considered."""
     programs: int
-    """Distinct programs among them."""
+    """Distinct programs among them with a time, measured in this run or before; where nothing is measured, those built."""
     compiled: int
     """How often the compiler ran."""
     measured: int
-    """Programs measured in this run."""
+    """Those of them that were measured in this run, and not before."""
     failed: int
     """Schedules that did not build, run or compute correctly."""
     seconds: float

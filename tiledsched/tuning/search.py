@@ -26,7 +26,7 @@ from tiledsched.measure.clocks import describe_throttling, summarise_throttling
 from tiledsched.measure.runner import REGIMES, Candidate, Checked, Failed, Measurement, RivalTime, Runner
 from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, timed_as_now
 from tiledsched.store.records import Entry
-from tiledsched.tuning.builder import Builder, Program
+from tiledsched.tuning.builder import Builder, Key, Program
 from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
 from tiledsched.tuning.numbers import NumbersKept, WantedNumbers
@@ -122,7 +122,7 @@ class ProblemTune:
         self.tuner, self.problem, self.deadline_s, self.started = tuner, problem, deadline_s, time.monotonic()
         self.builder, self.space, self.watcher = tuner.builder, tuner.space, tuner.watcher
         self.db, self.kernel, self.spec = tuner.builder.db, tuner.builder.kernel, arch_spec(tuner.space.arch)
-        self.compiled = self.measured = self.failed = 0
+        self.compiled = self.failed = 0
         self._refused: dict[Schedule, None] = {}
         """What computes right, and not the numbers that are wanted."""
 
@@ -231,6 +231,8 @@ class ProblemSearch(ProblemTune):
         self.runner, self.spec = runner, arch_spec(tuner.space.arch, runner.device_name)
         self._measurement_ids: dict[tuple[Schedule, str], int] = {}
         self._taken: list[Measurement] = []
+        self._known: list[Schedule] = []
+        """What the store had a time of before this run."""
         self.wanted: WantedNumbers | None = None
         self.seen_mhz = 0
         """The highest clock of the GPU in earlier measurements."""
@@ -262,6 +264,7 @@ class ProblemSearch(ProblemTune):
             for (schedule, fingerprint), us in evidence.items()
             if self.builder.fingerprint(schedule, problem) == fingerprint
         }
+        self._known = [schedule for schedule, us in known_us.items() if us is not None]
         # Times of other machine code are no verdict; they tell where to look.
         elsewhere: list[Known] = []
         if tuner.guided and searches:
@@ -385,7 +388,6 @@ class ProblemSearch(ProblemTune):
                 deadline_s=deadline_s,
             )
             trials.note_outcomes(chosen, result.outcomes)
-            self.measured += len(result.outcomes)
             self.failed += sum(
                 isinstance(outcome, Failed) and outcome.failure.kind is not FailureKind.OTHER_NUMBERS
                 for outcome in result.outcomes
@@ -431,7 +433,6 @@ class ProblemSearch(ProblemTune):
         tried = tried or list(dict.fromkeys(preferred))
         if not finalists:
             raise self.nothing_works(tried)
-        self.watcher.stage(problem, "deciding", len(finalists))
         result = self.sound(finalists, preferred)
         if result.disturbance:
             raise MeasureError(
@@ -440,16 +441,17 @@ class ProblemSearch(ProblemTune):
             )
         if result.winner is None:
             raise self.nothing_works(tried)
-        self.watcher.step(len(finalists))
         winner = result.winner
         measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
+        taken = [each.schedule for each in self._taken if each.regime == self.tuner.regime]
+        timed, known = self.programs([*trials.ranked, *taken]), self.programs(self._known)
         numbers = self.price_of_same_numbers(winner, finalists)
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
         plain_us = next((times_us.get(each.schedule) for each in finalists if self.default in each.schedules), None)
         entry = self.entry(
             winner.schedule,
             winner.fingerprint,
-            len(programs),
+            len(timed),
             provenance="measured",
             device_name=self.runner.device.name,
             regime=self.tuner.regime,
@@ -464,9 +466,9 @@ class ProblemSearch(ProblemTune):
             entry=entry,
             stored=self.db.put_entry(entry),
             schedules=len(tried),
-            programs=len(programs),
+            programs=len(timed),
             compiled=self.compiled,
-            measured=self.measured,
+            measured=len(timed - known),
             failed=self.failed,
             seconds=time.monotonic() - self.started,
             over_default=plain_us / winner.median_us - 1 if plain_us else None,
@@ -477,12 +479,18 @@ class ProblemSearch(ProblemTune):
             why_failed=commonest_message(self.build_failures(tried)),
         )
 
+    def programs(self, schedules: Sequence[Schedule]) -> set[Key]:
+        """The distinct programs among schedules that were built."""
+        return {each.key for each in self.builder.programs(schedules, self.problem, self.runner.device)}
+
     def sound(self, finalists: list[Program], preferred: Sequence[Schedule]) -> RaceResult:
         """The verdict of a race, whose winner is also right on the sizes beside its tiles, which it will serve: one that is not
         fails, leaves `finalists`, and the others race again."""
         while True:
             order = [each.schedule for one in preferred for each in finalists if one in each.schedules]
+            self.watcher.stage(self.problem, "deciding", len(finalists))
             result = self.race(finalists, preference=order)
+            self.watcher.step(len(finalists))
             if result.winner is None:
                 return result
             result = self.settled(result, finalists)

@@ -43,11 +43,20 @@ def find_ncu(named: str | None = None, places: Sequence[str] = PLACES) -> str:
     Raises:
         ConfigError: it is not there.
     """
+    return find_program("ncu", named, places, MISSING)
+
+
+def find_program(program: str, named: str | None, places: Sequence[str], missing: str) -> str:
+    """The path of a program: of the one that is named, or else on PATH or in its usual places, as patterns.
+
+    Raises:
+        ConfigError: it is not there; `missing` says how to get it.
+    """
     usual = () if named else places
     paths = [path for pattern in usual for path in sorted(glob.glob(pattern), reverse=True)]
-    found = shutil.which(named or "ncu") or next((path for path in paths if os.access(path, os.X_OK)), None)
+    found = shutil.which(named or program) or next((path for path in paths if os.access(path, os.X_OK)), None)
     if found is None:
-        raise ConfigError(f"there is no program {named}; {MISSING}" if named else MISSING)
+        raise ConfigError(f"there is no program {named}; {missing}" if named else missing)
     return found
 
 

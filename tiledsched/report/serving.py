@@ -1,0 +1,57 @@
+"""What `explain` serves for the problems of a report, found by the same lookup, and what it would serve without tuning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import ConfigError, SpaceError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.serve.chain import Served
+from tiledsched.serve.entries import table_of
+from tiledsched.serve.lookup import LookupTable
+from tiledsched.store.evidence import of_kernel
+from tiledsched.store.records import Entry
+
+
+class Serving:
+    """The lookup of one kernel on one arch.
+
+    Args:
+        arch: e.g. sm_90.
+        table_of: gives the lookup table for an accuracy class, fp32 or fp16.
+    """
+
+    def __init__(self, arch: str, table_of: Callable[[str], LookupTable]) -> None:
+        self.arch = arch
+        self._table = functools.cache(table_of)
+
+    @classmethod
+    def by_settings(cls, settings: Settings, entries: Sequence[Entry], kernel: KernelClass, arch: str) -> Serving:
+        """The lookup that commands use: over the entries of every layer, with what settings request. Rivals are left out of it,
+        because they decide which function is called, and not which schedule is served.
+        """
+        mine = of_kernel(entries, kernel)
+        return cls(arch, lambda mode: table_of(mine, replace(settings, accum_mode=mode, rivals="off"), kernel=kernel))
+
+    def served(self, problem: Problem, device_name: str, accum_mode: str) -> Served | None:
+        """What `explain` serves on a device; an empty name stands for any of the arch. None where it says what is wrong with
+        the settings, or the arch has no search space.
+        """
+        return self._resolve(self._table(accum_mode), problem, device_name)
+
+    def untuned(self, problem: Problem, device_name: str, accum_mode: str) -> Served | None:
+        """What it would serve if neither the problem nor another one that is the same work had ever been tuned."""
+        try:
+            left = self._table(accum_mode).without(problem, self.arch)
+        except SpaceError:
+            return None
+        return self._resolve(left, problem, device_name)
+
+    def _resolve(self, table: LookupTable, problem: Problem, device_name: str) -> Served | None:
+        try:
+            return table.resolve(problem, self.arch, device_name)
+        except (ConfigError, SpaceError):
+            return None
