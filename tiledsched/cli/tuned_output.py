@@ -141,7 +141,8 @@ def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
         else:  # no entry of this problem
             why = f"served in place of what this run found ({result.entry.schedule.short()}): {entry.source}"
         return "; ".join([*words, why])
-    for what, over in (("compiler defaults take", result.over_default), ("the runner-up takes", result.over_runner_up)):
+    others = ("the compiler defaults take", result.over_default), ("the runner-up takes", result.over_runner_up)
+    for what, over in others:
         if over is not None:
             words.append(f"{what} {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} as long")
     if entry.provenance == "modelled":
