@@ -109,11 +109,15 @@ def tiles_tie(self, case, of, worst):
     yield "worst", worst, lambda: statistics.median(_known(map(_relative, worsts)))
 
 
-def beyond_error(self, case, apart, of):
-    """For how many problems the two best tiles differ by more than the model's error."""
+def two_best(self, case, cost, of, apart, worst):
+    """By how much the estimates of the two best tiles differ, and for how many problems by more than the model's error."""
     cases = [one for one in self.evidence.explored if one.second_tile(self.tile)]
     yield "problems", of, lambda: len(cases)
-    yield "apart", apart or "0", lambda: sum(_drop(one.second_tile(self.tile)) > one.tolerance for one in cases)
+    pairs = [sorted(tile["us"] for tile in one.tiles(self.tile))[:2] for one in cases]
+    yield "cost", cost, lambda: statistics.median(slower / faster - 1 for faster, slower in pairs)
+    yield "apart", apart, lambda: sum(not one.second_tile(self.tile)["ties"] for one in cases if one.error)
+    worsts = (one.worst_tile(self.tile) for one in self.evidence.explored)
+    yield "worst", worst, lambda: statistics.median(_known(map(_relative, worsts)))
 
 
 def default_cost(self, case, cost, of, most, rest):
@@ -347,13 +351,15 @@ def estimated(self, case, programs, mean, figures, source, worst):
     yield "worst", worst, lambda: case.error["worst"]
 
 
+def bare_rule(self, case, knobs, parts):
+    """A rule without its score: it is right for more problems than one value for all."""
+    found = self.rule(tuple(re.findall(r"`(\w+)`", knobs)), parts)
+    yield "beats one value", True, lambda: found()["right"] > found()["constant"]
+
+
 def matters(self, case, text):
-    """The rules of knobs, and what knobs cost at their worst value in one problem."""
-    rules, _, costs = text.partition("At their worst value these cost most here, besides ")
-    for knobs, parts in re.findall(r"(`\w+`(?: x `\w+`)*): ([^:]*)\.(?: |$)", rules):
-        found = self.rule(tuple(re.findall(r"`(\w+)`", knobs)), parts)
-        yield "rule beats one value", True, lambda found=found: found()["right"] > found()["constant"]
-    for knob, cost in re.findall(rf"`(\w+)` {LONGER}", costs):
+    """What knobs cost at their worst value in one problem."""
+    for knob, cost in re.findall(rf"`(\w+)` {LONGER}", text):
         yield "worst value", cost, lambda knob=knob: max(worst_effects(case, knob)) - 1
 
 
@@ -395,11 +401,8 @@ def fact(self, case, title, value, more):
     elif title == "Compiler defaults":
         yield "cost", said, lambda: case.cost(case.default)
         yield "us", us and us[1], lambda: case.times[case.default]
-        yield (
-            "tie",
-            bool(tie),
-            lambda: case.provenance == "measured" and case.tied(case.default, case.serves or case.best),
-        )
+        if not estimate:
+            yield "tie", bool(tie), lambda: case.tied(case.default, case.serves or case.best)
     elif title.startswith("Second best") and value != "not known":
         yield "cost", said, lambda: _drop(case.second_tile(self.tile))
         yield "schedule", code and code[1], lambda: {each.short() for each in case.second_tile(self.tile)["schedules"]}
@@ -411,7 +414,7 @@ def fact(self, case, title, value, more):
         yield "of", (int(cases), worst), lambda: {(band["cases"], shown(band["worst"])) for band in self.evidence.bands}
     elif title == "Served without tuning" and (estimate or tie or "%" in value or value in ("no longer", "as long")):
         yield "cost", said, lambda: case.cost(self.untuned(case))
-        yield "name", re.search(r"(\S[^.:]*), chosen by", more)[1], lambda: name_of(self, self.untuned(case))
+        yield "name", re.search(r"(?:^|\. )([^.]+), chosen by", more)[1], lambda: name_of(self, self.untuned(case))
 
 
 def shown(share):
@@ -547,9 +550,10 @@ SENTENCES = {
         rf"(?:, and the worst takes {LONGER}(?: \([^)]*\))?)?\.",
         tiles_tie,
     ),
-    "tiles beyond error": (
-        rf"(?:For {N} of {N} problems the|The) two differ by (?:no )?more than the model's error\.",
-        beyond_error,
+    "two best": (
+        rf"By the estimate, the two best .*s differ by ([\d.]+%) {MEDIAN}(?:, for {N} of them by more than the model's error|"
+        rf", by no more than the model's error)?; the worst takes {LONGER}\.",
+        two_best,
     ),
     "default": (rf"The compiler defaults take {COST}(?:; for {N} they have no time)?\.", default_cost),
     "untuned": (
@@ -609,7 +613,8 @@ SENTENCES = {
         rf"Nothing was measured: the performance model estimates {N} programs? for sm_\w+; no estimate .*\.",
         lambda self, case, programs: [("programs", programs, lambda: case.count)],
     ),
-    "matters": (r"Knobs that matter: (.*)", matters),
+    "bare rule": (r"(`\w+`(?: x `\w+`)*): ([^():]*)\.", bare_rule),
+    "matters": (r"At their worst value these cost most here, besides the \w[\w ]*: (.*)\.", matters),
     "few": (
         rf"{N} schedules? (?:is|are) enough to keep all {N} problems within 5% of their best, {N} within 2%, {N} within 1%\.",
         few,
@@ -778,11 +783,7 @@ def knobs_csv(self, row):
                 float(row[f"{prefix}{name}"]),
                 lambda key=key: case.effect_of(row["knob"], row["value"], row["against"])[key],
             )
-    yield (
-        "against",
-        row["against"].lower(),
-        lambda: {str(each[row["knob"]]).lower() for each in case.times if case.times[each] == case.us},
-    )
+    yield "against", row["against"].lower(), lambda: str(case.leader[row["knob"]]).lower()
 
 
 def sensitivity_csv(self, row):
@@ -809,8 +810,10 @@ def regimes_csv(self, row):
 
 def winners_csv(self, row):
     """The best schedules."""
-    values = {knob: value_text(value) for knob, value in row.items() if value != ""}
-    winners = ({knob: str(value).lower() for knob, value in one.leader.items()} for one in self.evidence.explored)
+    words = {"true": "yes", "false": "no"}
+    values = {knob: words.get(value, value) for knob, value in row.items() if value != ""}
+    best = (each for one in self.evidence.explored for each in one.times if one.times[each] == one.us)
+    winners = ({knob: value_text(value) for knob, value in each.items()} for each in best)
     yield "is a winner", True, lambda: values in winners
 
 

@@ -166,7 +166,7 @@ class Case:
         first, second = self.program_of[one], self.program_of[other]
         shorter, longer = sorted((self.times[first], self.times[second]))
         if self.provenance != "measured" or first == second:
-            return bool(first != second and self.error and longer <= shorter * (1 + self.tolerance))
+            return first != second and longer <= shorter * (1 + self.tolerance if self.error else 1.0)
         entry = self.entry
         if entry and entry["provenance"] == "measured" and entry["schedule"] == other:
             raced = dict.fromkeys(entry["ties"], True) | ({entry["runner_up"]: False} if entry["runner_up"] else {})

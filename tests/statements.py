@@ -54,8 +54,8 @@ class Statement:
 
 def agrees(said, found) -> bool:
     """Whether something printed is what was found: numbers to the digits printed, of several names one."""
-    if isinstance(found, (set, frozenset)):
-        return said in found
+    if isinstance(found, set):
+        return said == found if isinstance(said, set) else said in found
     if isinstance(said, str) and isinstance(found, (int, float)) and not isinstance(found, bool):
         low, high = bounds(said)
         return low <= found <= high
@@ -163,7 +163,7 @@ class Reader:
 
     def sentences(self, text, where, case=None):
         """The statements of some sentences. `case` is the problem that they are about, where it is one."""
-        text = plain(text)
+        text = plain(text).removeprefix("Knobs that matter: ")
         for sentence in re.split(r"(?<=[.;])\s+(?=[A-Z`])(?=(?:[^`]*`[^`]*`)*[^`]*$)", text):
             sentence = sentence.strip()
             for kind, (pattern, read) in readings.SENTENCES.items():

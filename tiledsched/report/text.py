@@ -73,28 +73,22 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
     several = [reports] if isinstance(reports, Report) else list(reports)
     blocks = _explorer(several)
     if not blocks:
-        blocks = [Paragraph(text=answer(report)[0], warning=True) for report in several]
-        blocks += [Paragraph(text=text) for report in several if (text := next_step(report))]
-        return [
-            *blocks,
-            Heading(text=_title(several), level=1),
-            *(each for one in several for each in _figures(one, "")),
-        ]
+        for report in several:
+            blocks += [Paragraph(text=answer(report)[0], warning=True), Paragraph(text=f"Next: {next_step(report)}")]
+        blocks.insert(2, Heading(text=_title(several), level=1))
+        return blocks + [block for report in several for block in _figures(report, "")]
     blocks += _side_by_side(several) if len(several) > 1 else []
     for report in several:
         blocks += _all_problems(report, f" on {report.arch}" if len(several) > 1 else "")
     for report in several:
         blocks += _figures(report, f" ({report.arch})" if len(several) > 1 else "")
     if len(several) == 1 and (spec := charts.rates(several)) is not None:
-        text = "Each dot is a problem with its best schedule."
-        chart = Chart(name=f"rates-{several[0].arch}", spec=spec, text="Rates of the best schedules")
+        title = "Rates of the best schedules"
+        folded = any(block.views for block in blocks if isinstance(block, Explorer))
         blocks += [
-            Heading(
-                text="Rates of the best schedules",
-                folded=any(each.views for each in blocks if isinstance(each, Explorer)),
-            ),
-            Paragraph(text=text),
-            chart,
+            Heading(text=title, folded=folded),
+            Chart(name=f"rates-{several[0].arch}", spec=spec, text=title),
+            Paragraph(text="Each dot is a problem with its best schedule."),
         ]
     return blocks
 
