@@ -1053,7 +1053,8 @@ def explained_line(self, problem, name, text):
         schedule, _, margin = text.rpartition(" (")
         yield name, schedule, lambda: entry["runner_up"].short()
         if "%" in margin:
-            yield "margin", margin.split()[0], lambda: entry["margin"]
+            yield "margin", margin.split()[0], lambda: abs(entry["margin"])
+            yield "slower", "faster" not in margin, lambda: round(entry["margin"], 3) >= 0
     elif name == "tied with" and entry:
         yield name, sorted(text.split("; ")), lambda: sorted(tie.short() for tie in entry["ties"])
     elif name == "raced" and entry:
@@ -1093,7 +1094,7 @@ def shown_json(self, row):
 def shown_line(self, line):
     """One line of `show`: rates, times and margins stand before the schedule."""
     found = re.search(
-        r" (measured|modelled)(?:, [\w ]+)? +([\d.]+|-) +([\d,]+ \S+/s|-) +([\d.]+|-) +(\+-?[\d.]+%|-) +(\d+) +(\d+)  (.*)$",
+        r" (measured|modelled)(?:, [\w ]+)? +([\d.]+|-) +([\d,]+ \S+/s|-) +([\d.]+|-) +([+-][\d.]+%|-) +(\d+) +(\d+)  (.*)$",
         line,
     )
     _, us, rate, estimate, margin, ties, programs, schedule = found.groups()
@@ -1105,7 +1106,7 @@ def shown_line(self, line):
         and len(entry["ties"]) == int(ties)
     ]
     yield "us", us, lambda: {f"{entry['measurement'].us:.1f}" for entry in alike if entry["measurement"]}
-    yield "margin", margin, lambda: {f"+{entry['margin']:.1%}" for entry in alike if entry["margin"] is not None}
+    yield "margin", margin, lambda: {f"{entry['margin']:+.1%}" for entry in alike if entry["margin"] is not None}
     yield "model us", estimate, lambda: {f"{entry['model_us']:.1f}" for entry in alike if entry["model_us"]}
     if rate != "-":
         yield (

@@ -119,11 +119,7 @@ def flipping(best, n=6):
 
 @pytest.mark.parametrize(
     ("bests", "advice", "value", "preferred"),
-    [
-        ((1, 1, 1, 1), "leave", 1, ((1, 4),)),
-        ((1, 1, 2, 1), "choose", 1, ((1, 3), (2, 1))),
-        ((0,), "few", 0, ((0, 1),)),
-    ],
+    [((1, 1, 1, 1), "leave", 1, ((1, 4),)), ((1, 1, 2, 1), "choose", 1, ((1, 3), (2, 1))), ((0,), "few", 0, ((0, 1),))],
 )
 def test_advice(bests, advice, value, preferred) -> None:
     found = joined_effects([flipping(best) for best in bests])

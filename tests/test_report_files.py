@@ -244,7 +244,10 @@ def test_every_chart_is_a_file_twice_and_on_the_page(db, tmp_path):
     for name in views:
         assert f'data-view="{name}"' in page
     opened = explorer.cases[explorer.first]  # the modelled problem, which was tuned last
-    for name, said in (("tile-map.svg", opened.source[:40]), ("costs-measured-sm_90.svg", "measured on NVIDIA H200 (sm_90)")):
+    for name, said in (
+        ("tile-map.svg", opened.source[:40]),
+        ("costs-measured-sm_90.svg", "measured on NVIDIA H200 (sm_90)"),
+    ):
         assert said in written[name].decode()  # a picture alone says what it is of
     assert document(report_of(db, "sm_90")) == document(report)  # the same numbers, the same page
 
