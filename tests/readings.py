@@ -598,8 +598,8 @@ SENTENCES = {
     "highest rate": (rf"Among these problems, the highest rate is that of ([^:]*): {CODE}, {TIME}\.", highest),
     "best": (rf"(?:On [^`]* |By [^`]* )?[Tt]he best schedule is {CODE}: {TIME}(?:, measured)?\.", best),
     "within": (
-        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?, {N} of them within 1% of the best time "
-        rf"and {N} within 5%, the best included\.",
+        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?(?:, {N} of them within 1% of the best "
+        rf"time and {N} within 5%, the best included)?\.",
         within,
     ),
     "estimated": (
@@ -861,12 +861,9 @@ def tiles_view(self, case, row):
     yield "us", row["us"], lambda: round(found()["us"], 2)
     yield "programs", row["programs"], lambda: found()["programs"]
     yield "searched", "?" not in row["said"], lambda: found()["searched"]
-    served = case.served
-    yield (
-        "served",
-        row["mark"] == "served",
-        lambda: bool(served) and tuple(served[each] for each in self.tile) == found()["tile"],
-    )
+    if case.serves:
+        own = tuple(case.serves[each] for each in self.tile)
+        yield "served", row["mark"] == "served", lambda: own == found()["tile"]
 
 
 def knobs_view(self, case, row):
