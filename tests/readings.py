@@ -22,7 +22,8 @@ COST = rf"{LONGER} \((?:median of )?([\d,]+) problems?(?:, at most {LONGER})?\)"
 MEDIAN = r"\((?:median of )?([\d,]+) problems?\)"
 TIME = r"([\d.,]+) µs(?: \(([\d.,]+) ([A-Z]+/s)\))?"
 EXPLAINS = (
-    "Each (square|line|dot|figure|tile)|Orange|Grey lines|Bars count|Point at|In schedules|To learn|To measure|Fewer may|All |"
+    "Each (square|line|dot|figure|tile|point)|Orange|Outlined|Next: |As the map|At the foot|What is served has|The best schedule reaches|"
+    "Times of two races|Faster only|Fewer than|Which value is good depends|[0-9,]+ of [0-9,]+ programs are drawn|Grey lines|Bars count|Point at|In schedules|To learn|To measure|Fewer may|All |"
     "A (schedule|question|problem) |Changes of one knob|Differences below|Too few|Short is|A value|`saves`"
 )
 """How sentences begin that explain a chart or name a command."""
@@ -108,11 +109,15 @@ def tiles_tie(self, case, of, worst):
     yield "worst", worst, lambda: statistics.median(_known(map(_relative, worsts)))
 
 
-def beyond_error(self, case, apart, of):
-    """For how many problems the two best tiles differ by more than the model's error."""
+def two_best(self, case, cost, of, apart, worst):
+    """By how much the estimates of the two best tiles differ, and for how many problems by more than the model's error."""
     cases = [one for one in self.evidence.explored if one.second_tile(self.tile)]
     yield "problems", of, lambda: len(cases)
-    yield "apart", apart or "0", lambda: sum(_drop(one.second_tile(self.tile)) > one.tolerance for one in cases)
+    pairs = [sorted(tile["us"] for tile in one.tiles(self.tile))[:2] for one in cases]
+    yield "cost", cost, lambda: statistics.median(slower / faster - 1 for faster, slower in pairs)
+    yield "apart", apart, lambda: sum(not one.second_tile(self.tile)["ties"] for one in cases if one.error)
+    worsts = (one.worst_tile(self.tile) for one in self.evidence.explored)
+    yield "worst", worst, lambda: statistics.median(_known(map(_relative, worsts)))
 
 
 def default_cost(self, case, cost, of, most, rest):
@@ -137,39 +142,38 @@ def hidden_losses(self, case, archs, least, most, worst):
     """What choices without tuning lost on problems that were hidden: of the bands of the file that ships."""
     bands = self.evidence.bands
     for text in filter(None, (least, most)):
-        yield "mean", text, lambda: {f"{band['mean'] * 100:.{1 if band['mean'] < 0.0995 else 0}f}%" for band in bands}
-    yield "worst", worst, lambda: {f"{band['worst'] * 100:.{1 if band['worst'] < 0.0995 else 0}f}%" for band in bands}
+        yield "mean", text, lambda: {shown(band["mean"]) for band in bands}
+    yield "worst", worst, lambda: {shown(band["worst"]) for band in bands}
 
 
-def served_tiles(self, case, problems, text):
+def served_tiles(self, case, first, number, problems, text):
     """For how many problems each tile is served."""
-    yield "problems", problems, lambda: len(self.evidence.explored)
-    for tile, count in re.findall(rf"{TILE} for (\d+)", text):
+    cases = self.evidence.explored or self.evidence.cases
+    yield "problems", problems, lambda: len(cases)
+    for tile, count in [(first, number), *re.findall(rf"{TILE} for (\d+)", text)]:
         yield (
             "served for",
             count,
-            lambda tile=tile: sum(
-                tile_text([one.served[knob] for knob in self.tile]) == tile for one in self.evidence.explored
-            ),
+            lambda tile=tile: sum(name_of(self, one.served) == tile for one in cases if one.served),
         )
 
 
 SERVES = {
-    r"is the (?:fastest that was timed|one with the shortest estimate)": lambda one: (
-        one.serves and one.times[one.serves] <= one.us
+    "is the (?:fastest|one with the shortest)": lambda one: one.serves and one.times[one.serves] <= one.us,
+    "(?:ties with it|differs from that one)": lambda one: (
+        one.serves and one.times[one.serves] > one.us and one.leader == one.serves
     ),
-    r"ties with it": lambda one: one.serves and one.times[one.serves] > one.us and not one.faster,
-    r"has a longer estimate": lambda one: one.serves and one.times[one.serves] > one.us,
-    r"is surely slower than another": lambda one: one.faster,
-    r"(?:was not timed beside the others|has no estimate)": lambda one: not one.serves,
+    "is surely slower": lambda one: one.faster,
+    "has a longer estimate": lambda one: one.serves and one.leader != one.serves and not one.faster,
+    "(?:was not timed|has no estimate)": lambda one: not one.serves,
 }
 
 
-def serves(self, case, text, problems):
+def serves(self, case, problems, text):
     """How what is served compares with the fastest."""
     yield "problems", problems, lambda: len(self.evidence.explored)
     for words, holds in SERVES.items():
-        if found := re.search(rf"{words} for ([\d,]+)", text):
+        if found := re.search(rf"{words}[^,]*? for ([\d,]+)", text):
             yield (
                 words.split()[1],
                 found[1],
@@ -177,17 +181,21 @@ def serves(self, case, text, problems):
             )
 
 
-def surely_faster(self, case, problem, schedule, us, day, served, other_us, other_day, cost):
+def surely_faster(self, case, problem, schedule, us, day, served, other_us, other_day):
     """Another schedule is surely faster than what is served."""
     (one,) = self.by_text[problem]
+    days = {f"{each.created:%Y-%m-%d}" for each in self.evidence.listed if each.problem == one.problem}
     yield "faster", schedule, lambda: one.faster.short()
     yield "us", us, lambda: one.us
+    yield "day", day, lambda: days
     yield "served", served, lambda: one.serves.short()
     yield "served us", other_us, lambda: one.times[one.serves]
-    yield "cost", cost, lambda: one.us / one.times[one.serves] - 1
-    days = {f"{each.created:%Y-%m-%d}" for each in self.evidence.listed if each.problem == one.problem}
-    yield "day", day, lambda: days
     yield "served day", other_day, lambda: days
+
+
+def less_time(self, case, cost):
+    """How much less time it takes."""
+    yield "cost", cost, lambda: min(one.us / one.times[one.serves] - 1 for one in self.evidence.explored if one.faster)
 
 
 def model_error(self, case, least, most, source):
@@ -211,7 +219,8 @@ def holds(problem, condition):
 
 def _part_holds(problem, part):
     no, name, how, value = re.fullmatch(r"(not )?`(\w+)`(?: is (up to|from|not)? ?(\S+))?", part).groups()
-    own = problem.values[name]
+    called = problem.declaration.written.get(name) or problem.declaration.label.get(name, name)
+    own = problem.values[name if name in problem.values else called if isinstance(called, str) else called[0]]
     if how in ("up to", "from"):
         return own <= int(value) if how == "up to" else own >= int(value)
     return (own is True if value is None else value_text(own) == value) != bool(no or how == "not")
@@ -220,7 +229,8 @@ def _part_holds(problem, part):
 def rules_table(self, group, head, cells):
     """For which problems a value of a knob is good."""
     knobs, _, parts = cells[0].partition(": ")
-    yield from rule(self, None, knobs if "`" in knobs else f"`{knobs}`", parts, cells[2], cells[1], cells[3])
+    right, problems, constant = re.fullmatch(r"(\S+) of (\S+), one value for all (\S+)", cells[1]).groups()
+    yield from rule(self, None, knobs if "`" in knobs else f"`{knobs}`", parts, right, problems, constant)
 
 
 def rule(self, case, knobs, parts, right, problems, constant):
@@ -236,21 +246,22 @@ def choose(self, case, text):
     known = self.evidence
     for knob, words in re.findall(r"`(\w+)` \(([^)]*)\)", text):
         yield "advice", "choose", lambda knob=knob: known.verdict(knob)["advice"]
-        for value, count in re.findall(r"(\S+) (?:is faster )?for (\d+)", words):
-            if value == "surely":
-                yield (
-                    "no preference",
-                    count,
-                    lambda knob=knob: len(known.explored) - known.verdict(knob)["preferred"].total(),
-                )
-            else:
-                yield (
-                    "preferred by",
-                    count,
-                    lambda knob=knob, value=value: {
-                        str(n) for (_, each), n in known.verdict(knob)["preferred"].items() if value_text(each) == value
-                    },
-                )
+        rest = re.search(r"(?:none surely|the model cannot tell) for (\d+)", words)
+        if rest:
+            yield (
+                "no preference",
+                rest[1],
+                lambda knob=knob: len(known.explored) - known.verdict(knob)["preferred"].total(),
+            )
+        for value, count in re.findall(r"(\w+)(?: is faster)? for (\d+)", words[: rest and rest.start()]):
+            yield "preferred by", count, counted(self, knob, "preferred", value)
+
+
+def counted(self, knob, what, value):
+    """How often a value, as it is printed, is preferred by a problem, or that of a search's winner."""
+    return lambda: next(
+        (count for (_, each), count in self.evidence.verdict(knob)[what].items() if value_text(each) == value), 0
+    )
 
 
 def advice_beyond_error(self, case, text):
@@ -262,47 +273,42 @@ def advice_beyond_error(self, case, text):
             yield "preferred by", said, recompute
 
 
-def leave(self, case, text):
-    """Which knobs to leave at which value."""
-    for knob, value in re.findall(r"`(\w+)` at (\w+)", text):
-        yield "value", value, lambda knob=knob: {value_text(each) for _, each in self.evidence.verdict(knob)["fine"]}
+def leave(advice):
+    """Reads which knobs to leave at which value, over how many problems, and how many winners have another value."""
 
-
-def advised(advice):
-    """Reads which knobs there is some advice for."""
-
-    def read(self, case, text, *more):
-        for knob in re.findall(r"`(\w+)`", text):
+    def read(self, case, text):
+        for knob, value, problems, rest, winners in re.findall(
+            r"`(\w+)` at (\w+) \((?:over )?(\d+) problems?(?:; (\d+) of (\d+) winners?[^)]*)?\)", text
+        ):
             yield "advice", advice, lambda knob=knob: self.evidence.verdict(knob)["advice"]
+            yield (
+                "value",
+                value,
+                lambda knob=knob: {value_text(each) for _, each in self.evidence.verdict(knob)["fine"]},
+            )
+            yield "problems", problems, lambda knob=knob: self.evidence.verdict(knob)["problems"]
+            yield "winners", winners, lambda knob=knob: self.evidence.verdict(knob)["won"].total()
+            yield (
+                "other winners",
+                rest,
+                lambda knob=knob, value=value: (
+                    self.evidence.verdict(knob)["won"].total() - counted(self, knob, "won", value)()
+                ),
+            )
 
     return read
 
 
-def unseen(self, case, text):
-    """The knobs of which the model sees no difference."""
-    for knob in re.findall(r"`(\w+)`", text):
-        yield (
-            "no difference",
-            True,
-            lambda knob=knob: all(
-                abs(part.mean()) < 1e-6
-                for one in self.evidence.explored
-                for (name, *_), part in one.pairs.items()
-                if name == knob
-            ),
-        )
+def advised(advice):
+    """Reads which knobs there is some advice for, and how often winners of searches have which value."""
 
+    def read(self, case, text, *more):
+        for knob, words in re.findall(r"`(\w+)`(?: \(([^)]*)\))?", text):
+            yield "advice", advice, lambda knob=knob: self.evidence.verdict(knob)["advice"]
+            for value, count in re.findall(r"(\w+) for (\d+)", words):
+                yield "winners", count, counted(self, knob, "won", value)
 
-def best_tiles(self, case, problems, text):
-    """For how many problems each tile is the best."""
-    cases = self.evidence.explored
-    yield "problems", problems, lambda: len(cases)
-    for tile, count in re.findall(rf"{TILE} (?:is the best tile )?for (\d+)", text):
-        yield (
-            "best tile of",
-            count,
-            lambda tile=tile: sum(tile_text(one.tiles(self.tile)[0]["tile"]) == tile for one in cases),
-        )
+    return read
 
 
 def highest(self, case, problem, schedule, us, rate, unit):
@@ -316,48 +322,110 @@ def highest(self, case, problem, schedule, us, rate, unit):
 
 def best(self, case, schedule, us, rate, unit):
     """The best schedule of one problem, its time and its rate."""
-    case = case or (self.evidence.explored or self.evidence.cases)[0]
+    case = only(self, case)
     yield "schedule", schedule, lambda: best_of(case)
     yield "us", us, lambda: case.times[case.leader]
     yield "rate", rate, lambda: rate_of(case.problem, case.times[case.leader])
     yield "unit", unit, lambda: unit_of(case.problem)
 
 
-def other_choices(self, case, tile, second, default):
-    """What the second best tile and the default cost in one problem."""
-    if tile:
-        yield "tile", tile, lambda: tiles_of(self, case, 1)
-        yield "second tile", second, lambda: _drop(case.second_tile(self.tile))
-    if default:
-        yield "default", default, lambda: case.cost(case.default)
-
-
-def default_is_best(self, case):
-    """The default is the best."""
-    yield "cost", 0.0, lambda: case.cost(case.default)
-
-
-def default_untimed(self, case):
-    """The default has no time."""
-    cases = [case] if case else self.evidence.explored
-    yield "timed", False, lambda: any(one.default is not None for one in cases)
-
-
-def within(self, case, programs, near, wider):
-    """How many programs are nearly as fast as the best."""
+def within(self, case, device, arch, day, programs, near, wider):
+    """How many programs of a problem were measured, and how many are nearly as fast as the best."""
+    yield "device", device, lambda: case.device
+    yield (
+        "day",
+        day,
+        lambda: f"{max(one.created for one in self.evidence.listed if one.problem == case.problem):%Y-%m-%d}",
+    )
     yield "programs", programs, lambda: case.count
     yield "within 1%", near, lambda: sum(case.cost(each) <= 0.01 for each in case.programs)
     yield "within 5%", wider, lambda: sum(case.cost(each) <= 0.05 for each in case.programs)
 
 
-def races(self, case, schedule, day, text):
-    """What other implementations took, and ours in the same races."""
-    yield "schedule", schedule, lambda: case.entry["schedule"].short()
-    yield "day", day, lambda: case.entry["updated_at"][:10]
-    for name, us, ours in re.findall(r"(\w+) took ([\d.,]+) µs against ([\d.,]+) µs", text):
-        race = next(each for each in case.entry["rivals"] if each["name"] == name)
-        yield "rival us", us, lambda race=race: race["median_us"]
-        yield "ours", ours, lambda race=race: race["ours_us"]
+def estimated(self, case, programs, mean, figures, source, worst):
+    """How many programs of a problem were estimated, and how far such estimates are off."""
+    yield "programs", programs, lambda: case.count
+    yield "error", mean, lambda: case.error["mean"]
+    yield "figures", figures, lambda: case.error["figures"]
+    yield "source", source, lambda: case.error["source"]
+    yield "worst", worst, lambda: case.error["worst"]
+
+
+def bare_rule(self, case, knobs, parts):
+    """A rule without its score: it is right for more problems than one value for all."""
+    found = self.rule(tuple(re.findall(r"`(\w+)`", knobs)), parts)
+    yield "beats one value", True, lambda: found()["right"] > found()["constant"]
+
+
+def matters(self, case, text):
+    """What knobs cost at their worst value in one problem."""
+    for knob, cost in re.findall(rf"`(\w+)` {LONGER}", text):
+        yield "worst value", cost, lambda knob=knob: max(worst_effects(case, knob)) - 1
+
+
+def worst_effects(case, knob):
+    """What the other values of a knob cost, those that are surely slower than the leader's by more than noise."""
+    own = value_text(case.leader[knob])
+    for _, value in case.values[knob]:
+        found = case.effect_of(knob, value_text(value), own)
+        if (
+            found["ratio"]
+            and min(found["low"], found["ratio"] - (0.01 if case.provenance == "measured" else case.tolerance)) > 1
+        ):
+            yield found["ratio"]
+
+
+def fact(self, case, title, value, more):
+    """A fact of the first screen."""
+    us = re.search(r"([\d.,]+) µs", more)
+    code = re.search(CODE, more)
+    estimate = re.match(rf"By the estimates {LONGER}|By the estimates no longer", more)
+    tie = re.match(rf"{LONGER}, which cannot be told apart|no longer, which", more)
+    said = (estimate or tie)[1] if estimate or tie else value.replace("no longer", "as long")
+    said = said or "as long"
+    if title in ("Served", "Best"):
+        yield "name", value, lambda: name_of(self, case.served or case.leader)
+        if code:
+            yield "schedule", code[1], lambda: (case.served or case.leader).short()
+        if us and "not timed with" not in more:
+            yield "us", us[1], lambda: case.times[case.serves or case.leader]
+        elif us:
+            yield "fastest us", us[1], lambda: case.us
+        if ties := re.search(rf"{N} other schedules? cannot", more):
+            yield "ties", ties[1], lambda: len(case.ties)
+        if faster := re.search(rf"Timed faster, but not raced: .*, ([\d.,]+) µs, {LONGER}\.", more):
+            yield "faster us", faster[1], lambda: case.us
+            yield "faster by", faster[2], lambda: case.us / case.times[case.serves] - 1
+    elif title == "Compiler defaults" and case.default is None:
+        yield "not known", value, lambda: "not known"
+    elif title == "Compiler defaults":
+        yield "cost", said, lambda: case.cost(case.default)
+        yield "us", us and us[1], lambda: case.times[case.default]
+        if not estimate:
+            yield "tie", bool(tie), lambda: case.tied(case.default, case.serves or case.best)
+    elif title.startswith("Second best") and value != "not known":
+        yield "cost", said, lambda: _drop(case.second_tile(self.tile))
+        yield "schedule", code and code[1], lambda: {each.short() for each in case.second_tile(self.tile)["schedules"]}
+    elif title == "Runner-up":
+        yield "cost", said, lambda: case.runner_up
+    elif title == "Served without tuning" and value.startswith("about"):
+        yield "expected", value[6:], lambda: {f"{shown(band['mean'])} longer" for band in self.evidence.bands}
+        cases, worst = re.search(r"over (\d+) hidden problems, at worst (\S+%)", more).groups()
+        yield "of", (int(cases), worst), lambda: {(band["cases"], shown(band["worst"])) for band in self.evidence.bands}
+    elif title == "Served without tuning" and (estimate or tie or "%" in value or value in ("no longer", "as long")):
+        yield "cost", said, lambda: case.cost(self.untuned(case))
+        yield "name", re.search(r"(?:^|\. )([^.]+), chosen by", more)[1], lambda: name_of(self, self.untuned(case))
+
+
+def shown(share):
+    """A share as it stands in a sentence."""
+    return f"{share * 100:.{1 if share < 0.0995 else 0}f}%"
+
+
+def name_of(self, schedule):
+    """A schedule in a word: its tile where it has one."""
+    known = self.evidence.tile_knobs
+    return tile_text(schedule[knob] for knob in known) if known else schedule.short()
 
 
 def few(self, case, five, problems, two, one):
@@ -421,7 +489,44 @@ def least_sure_problem(self, case, problem, tiles, first, second):
     yield "second tile", second, lambda: tiles_of(self, one, 1)
 
 
+def served_alone(self, case, schedule, us, rate, unit):
+    """What is served for the only problem of a report."""
+    one = only(self, case)
+    yield "schedule", schedule, lambda: one.served.short()
+    yield "us", us, lambda: one.times[one.serves]
+    yield "rate", rate, lambda: rate_of(one.problem, one.times[one.serves])
+
+
+def served_untimed(self, case, schedule, us, day):
+    """What is served for the only problem of a report, which was not timed beside the others."""
+    one = only(self, case)
+    yield "schedule", schedule, lambda: one.served.short()
+    yield "timed", None, lambda: one.serves
+    yield "us", us, lambda: self.evidence.served_entry(one.problem)["measurement"].us
+    yield "day", day, lambda: f"{self.evidence.served_entry(one.problem)['measurement'].created:%Y-%m-%d}"
+
+
+def fastest(self, case, schedule, us, rate, unit):
+    """The fastest schedule of the only problem of a report."""
+    one = only(self, case)
+    yield "schedule", schedule, lambda: {each.short() for each in one.times if one.times[each] == one.us}
+    yield "us", us, lambda: one.us
+    yield "rate", rate, lambda: one.rate
+
+
+def only(self, case):
+    """The problem that a sentence is about."""
+    return case or (self.evidence.explored or self.evidence.cases)[0]
+
+
 SENTENCES = {
+    "served alone": (rf"`explain` serves {CODE}: {TIME}\.", served_alone),
+    "served untimed": (
+        rf"`explain` serves {CODE}, which (?:took ([\d.,]+) µs on ([\d-]+) in a run of its own, and )?(?:was not timed beside the "
+        r"others|has no estimate)\.",
+        served_untimed,
+    ),
+    "fastest": (rf"The (?:fastest|shortest)(?: of these| estimate)? is {CODE}, {TIME}(?:; [^`]*)?\.", fastest),
     "measured": (
         rf"Measured on ([^(]*) \((sm_\w+), ([^)]*)\)(?:, at its power cap)?: {N} programs of (\S+) for {N} problems?"
         rf"(?:[;] of {N} other problems? little but the winner of a search is known)?(?:; .*)?\.",
@@ -445,9 +550,10 @@ SENTENCES = {
         rf"(?:, and the worst takes {LONGER}(?: \([^)]*\))?)?\.",
         tiles_tie,
     ),
-    "tiles beyond error": (
-        rf"(?:For {N} of {N} problems the|The) two differ by (?:no )?more than the model's error\.",
-        beyond_error,
+    "two best": (
+        rf"By the estimate, the two best .*s differ by ([\d.]+%) {MEDIAN}(?:, for {N} of them by more than the model's error|"
+        rf", by no more than the model's error)?; the worst takes {LONGER}\.",
+        two_best,
     ),
     "default": (rf"The compiler defaults take {COST}(?:; for {N} they have no time)?\.", default_cost),
     "untuned": (
@@ -459,13 +565,14 @@ SENTENCES = {
         r"([\d.]+%)\.",
         hidden_losses,
     ),
-    "served tiles": (rf"Of {N} problems, (.*) are served with this .*\.", served_tiles),
-    "serves": (rf"The schedule that `explain` serves (.*) of {N} problems?\.", serves),
+    "served tiles": (rf"Tile {TILE} is served for {N} of {N} problems(.*)\.", served_tiles),
+    "serves": (rf"Of {N} problems, the schedule that `explain` serves (.*)\.", serves),
     "faster": (
-        rf"For (.*), {CODE} took ([\d.,]+) µs(?: on ([\d-]+))?, and what is served, {CODE}, ([\d.,]+) µs(?: on ([\d-]+))?: "
-        rf"{LONGER}, but the two were not raced against each other\.",
+        rf"For (.*), {CODE} is the faster: it took ([\d.,]+) µs(?: on ([\d-]+))?, and {CODE}, which is served, ([\d.,]+) µs"
+        r"(?: on ([\d-]+))?\.",
         surely_faster,
     ),
+    "less time": (rf"That is {LONGER}, but the two were not raced against each other\.", less_time),
     "error": (
         r"Estimates like these were ([\d.]+%)(?: to ([\d.]+%))? off on average(?:, depending on size and tile)? \((.*)\)\.",
         model_error,
@@ -478,27 +585,36 @@ SENTENCES = {
         advised("unclear"),
     ),
     "choose": (r"Tune (.*) for each problem\.", choose),
-    "leave": (r"Leave (.*): no other value tried is more than 1% faster\.", leave),
-    "unclear": (r"Tune (.*): no value is known to be good for every \w+\.", advised("unclear")),
-    "untried": (r"Too few programs that differ in one knob alone were timed to judge (.*)\.", advised("untried")),
-    "unseen": (r"The model sees no difference between values of (.*)\.", unseen),
-    "best tiles": (
-        rf"Of {N} problems, ({TILE} is the best .*)\.",
-        lambda self, case, n, text, _: best_tiles(self, case, n, text),
+    "leave": (r"Leave (.*): no other value compared is more than 1% faster\.", leave("leave")),
+    "few problems": (
+        r"Too few problems to advise: no other value compared is more than 1% faster than (.*)\.",
+        leave("few"),
     ),
+    "same": (r"Differences below 1% are all that is known between values of (.*)\.", advised("same")),
+    "unclear": (r"Tune (.*?)(?:, too)?: no value is known to be good for every \w+\.", advised("unclear")),
+    "won": (
+        r"Pairs of programs settle nothing about (.*), of which nearly all winners have one value\.",
+        advised("unclear"),
+    ),
+    "untried": (r"Too few programs that differ in one knob alone were timed to judge (.*)\.", advised("untried")),
     "highest rate": (rf"Among these problems, the highest rate is that of ([^:]*): {CODE}, {TIME}\.", highest),
     "best": (rf"(?:On [^`]* |By [^`]* )?[Tt]he best schedule is {CODE}: {TIME}(?:, measured)?\.", best),
-    "other choices": (
-        rf"(?:The second best tile, {TILE}, takes {LONGER})?(?: and |The )?(?:[Tt]?h?e? ?compiler defaults take {LONGER})?\.",
-        other_choices,
-    ),
-    "default best": (r"The compiler defaults are the best\.", default_is_best),
-    "default untimed": (r"The compiler defaults were not timed\.", default_untimed),
     "within": (
-        rf"Of {N} programs?, the best included, {N} (?:is|are) within 1% of the best time and {N} within 5%\.",
+        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?, {N} of them within 1% of the best time "
+        rf"and {N} within 5%, the best included\.",
         within,
     ),
-    "races": (rf"Timed in turn with {CODE}(?: \(([\d-]+)\))?, (.*)\.", races),
+    "estimated": (
+        rf"Nothing was measured: the performance model estimates {N} programs? for sm_\w+; such estimates were ([\d.]+%) off on "
+        rf"average \({N} ([^;]*); at worst ([-+\d.]+%)\), so that smaller differences decide nothing\.",
+        estimated,
+    ),
+    "estimated, no error": (
+        rf"Nothing was measured: the performance model estimates {N} programs? for sm_\w+; no estimate .*\.",
+        lambda self, case, programs: [("programs", programs, lambda: case.count)],
+    ),
+    "bare rule": (r"(`\w+`(?: x `\w+`)*): ([^():]*)\.", bare_rule),
+    "matters": (r"At their worst value these cost most here, besides the \w[\w ]*: (.*)\.", matters),
     "few": (
         rf"{N} schedules? (?:is|are) enough to keep all {N} problems within 5% of their best, {N} within 2%, {N} within 1%\.",
         few,
@@ -525,35 +641,19 @@ SENTENCES = {
 
 
 def best_table(self, group, head, cells):
-    """The best schedule of each problem."""
+    """What is served for each problem, what ties with it, and what other choices cost."""
     case = self.case_of(f"{cells[0]} {group}")
-    yield "schedule", cells[1], lambda: best_of(case)
-    yield "us", cells[2], lambda: case.us
-    yield "rate", cells[3].split()[0], lambda: case.rate
-    for title, text in zip(head[4:], cells[4:], strict=True):
-        if "tile" in title:
-            yield "second tile", text, lambda: _drop(case.second_tile(self.tile))
-        elif "default" in title:
-            yield "default", text, lambda: case.cost(case.default)
-
-
-def preferences(self, group, head, cells):
-    """Which value each problem prefers."""
-    case = self.by_text[cells[0]][0]
-    for knob, text in zip(head[1:], cells[1:], strict=True):
-        yield "value", text, lambda knob=knob: value_text((case.favourite(knob.strip("`")) or ("", "-"))[1])
-
-
-def tile_sizes(self, group, head, cells):
-    """The best and second best tile of problems that differ in their size."""
-    regime, _, sizes = cells[1].partition(": ")
-    found = self.sensitivity(cells[0], regime)
-    yield "sizes", sizes, lambda: ", ".join(map(str, found()["sizes"]))
-    yield "best", cells[2], lambda: found()["best"]
-    second, _, drop = cells[3].partition(": ")
-    yield "second", second, lambda: found()["second"]
-    yield "drop", drop, lambda: found()["drop"]
-    yield "worst", cells[4], lambda: found()["spread"]
+    row = dict(zip(head, cells, strict=True))
+    yield "served", cells[1], lambda: (case.served or case.best).short()
+    yield "us", cells[2], lambda: case.times[case.serves]
+    yield "rate", cells[3].split()[0], lambda: rate_of(case.problem, case.times[case.serves])
+    yield "ties", cells[4], lambda: len(case.ties)
+    if match := re.match(rf"{CODE} ([\d.,]+) µs", cells[5]):
+        yield "best", match[1], lambda: {each.short() for each in case.times if case.times[each] == case.us}
+        yield "best us", match[2], lambda: case.us
+    yield "second tile", row["second best tile takes longer by"], lambda: _drop(case.second_tile(self.tile))
+    yield "compiler defaults", row["compiler defaults take longer by"], lambda: case.cost(case.default)
+    yield "without tuning", row["served without tuning takes longer by"], lambda: case.cost(self.untuned(case))
 
 
 def depending(self, group, head, cells):
@@ -633,7 +733,11 @@ def enough(self, group, head, cells):
     """The schedules that are enough."""
     found = chosen_few(self.evidence.explored, float(cells[0].rstrip("%")) / 100)
     yield "count", cells[1], lambda: len(found)
-    yield "schedules", tuple(re.split(r"`?, `", cells[2])), lambda: tuple(each.short() for each in found)
+    yield (
+        "schedules",
+        tuple(re.findall(CODE, f"`{cells[2].strip('`')}`")),
+        lambda: tuple(each.short() for each in found),
+    )
 
 
 def failures(self, group, head, cells):
@@ -642,14 +746,12 @@ def failures(self, group, head, cells):
 
 
 TABLES = {
-    "Best schedules of": best_table,
-    "Which value each problem prefers": preferences,
-    "Best and second best tile by size": tile_sizes,
+    "Schedules of": best_table,
     "Knobs that depend on each other": depending,
     "Burst against sustained": both_regimes,
     "For which problems a value is good": rules_table,
     "Conditions": conditions,
-    "All problems at once": enough,
+    "How few schedules are enough": enough,
     "Candidates that failed": failures,
 }
 """How a heading begins -> what reads the rows below it."""
@@ -696,16 +798,12 @@ def knobs_csv(self, row):
                 float(row[f"{prefix}{name}"]),
                 lambda key=key: case.effect_of(row["knob"], row["value"], row["against"])[key],
             )
-    yield (
-        "against",
-        row["against"].lower(),
-        lambda: {str(each[row["knob"]]).lower() for each in case.times if case.times[each] == case.us},
-    )
+    yield "against", row["against"].lower(), lambda: str(case.leader[row["knob"]]).lower()
 
 
 def sensitivity_csv(self, row):
     """The best and second best tile of each problem."""
-    if row["scope"] == "problem":
+    if row["best_tile"]:
         case = _case_of_row(self, row)
         prefix = "modelled_" if case.provenance == "modelled" else ""
         yield "best tile", row["best_tile"], lambda: tiles_of(self, case, 0)
@@ -736,8 +834,10 @@ def regimes_csv(self, row):
 
 def winners_csv(self, row):
     """The best schedules."""
-    values = {knob: value_text(value) for knob, value in row.items() if value != ""}
-    winners = ({knob: str(value).lower() for knob, value in one.leader.items()} for one in self.evidence.explored)
+    words = {"true": "yes", "false": "no"}
+    values = {knob: words.get(value, value) for knob, value in row.items() if value != ""}
+    best = (each for one in self.evidence.explored for each in one.times if one.times[each] == one.us)
+    winners = ({knob: value_text(value) for knob, value in each.items()} for each in best)
     yield "is a winner", True, lambda: values in winners
 
 
@@ -763,7 +863,12 @@ def tiles_view(self, case, row):
     yield "us", row["us"], lambda: round(found()["us"], 2)
     yield "programs", row["programs"], lambda: found()["programs"]
     yield "searched", "?" not in row["said"], lambda: found()["searched"]
-    yield "schedule", row["schedule"], lambda: {each.short() for each in found()["schedules"]}
+    served = case.served
+    yield (
+        "served",
+        row["mark"] == "served",
+        lambda: bool(served) and tuple(served[each] for each in self.tile) == found()["tile"],
+    )
 
 
 def knobs_view(self, case, row):
@@ -792,35 +897,35 @@ def programs_view(self, case, row):
 
 
 def marks_view(self, case, row):
-    """The best, the default and the rivals, over the best time."""
+    """What is served, the compiler defaults and what would be served without tuning, over the best time."""
     what, _, ratio = row["what"].removesuffix(" →").rpartition(" ")
-    if what == "default schedule":
-        yield "default", ratio, lambda: case.cost(case.default) + 1
-        yield "default us", row["us"], lambda: round(case.times[case.default], 2)
-    elif row["kind"] == "rival":
-        race = next(each for each in case.entry["rivals"] if each["name"] == what)
-        yield "rival's ratio", ratio, lambda: race["ratio"]
-        yield "rival's us", row["us"], lambda: round(race["median_us"], 2)
-    else:
-        yield "best us", row["us"], lambda: round(case.us, 2)
+    marks = {"compiler defaults": lambda: case.default, "served without tuning": lambda: self.untuned(case)}
+    schedule = marks.get(what, lambda: case.serves or case.leader)
+    yield what, ratio, lambda: case.cost(schedule()) + 1
+    yield f"{what}, us", row["us"], lambda: round(case.times[schedule()], 2)
 
 
-def resources_view(self, case, row):
-    """What a program takes of the GPU."""
+def races_view(self, case, row):
+    """Another implementation and ours, in one race."""
+    race = next(each for each in case.entry["rivals"] if each["name"] == row["rival"])
+    yield "us", row["us"], lambda: round(race["median_us"], 2)
+    yield "ours", row["ours_us"], lambda: round(race["ours_us"], 2)
+    yield "ratio", row["said"], lambda: race["ratio"]
+    yield "interval", row["interval"], lambda: f"{race['ratio_low']:.3f} to {race['ratio_high']:.3f}"
+    yield "schedule", row["schedule"], lambda: case.entry["schedule"].short()
+    yield "day", row["day"], lambda: case.entry["updated_at"][:10]
+    yield "version", row["version"], lambda: race["version"]
 
-    def found():
-        alike = [each for each in case.programs if each.short() == row["schedule"]]
-        return min(alike, key=lambda each: abs(case.times[each] - row["us"]))
 
-    yield "us", row["us"], lambda: round(case.times[found()], 2)
-    if case.provenance == "measured":
-        yield "registers", row["registers"], lambda: self.evidence.facts[case.fingerprints[found()]]["registers"]
-        yield "spilled", row["spilled"], lambda: self.evidence.facts[case.fingerprints[found()]]["spill_bytes"]
+def drawn_view(self, case, row):
+    """One of the programs that are drawn."""
+    yield "best us", row["best_us"], lambda: round(case.us, 2)
+    yield "us", row["us"], lambda: {round(case.times[each], 2) for each in case.programs}
 
 
 def roofline_view(self, case, row):
     """The best and the default under the roofs."""
-    schedule = case.best if row["what"] == "best" else case.default
+    schedule = case.default if row["kind"] == "compiler defaults" else case.serves or case.leader
     yield "rate", row["rate"], lambda: round(rate_of(case.problem, case.times[schedule]), 2)
     yield "us", row["us"], lambda: round(case.times[schedule], 2)
     yield "intensity", row["intensity"], lambda: round(case.problem.flops / case.problem.min_bytes, 3)
@@ -833,18 +938,14 @@ def trace_view(self, case, row):
 
 VIEWS = {
     "tiles": tiles_view,
-    "knobs": knobs_view,
-    "programs": programs_view,
+    "effects": knobs_view,
+    "bars": programs_view,
     "marks": marks_view,
-    "resources": resources_view,
+    "programs": drawn_view,
+    "races": races_view,
     "roofline": roofline_view,
     "trace": trace_view,
 }
-
-
-def tiles_chart(self, row):
-    """The tiles of all problems."""
-    yield from tiles_view(self, self.by_text[row["problem"]][0], row)
 
 
 def costs_chart(self, row):
@@ -852,7 +953,8 @@ def costs_chart(self, row):
     case = self.by_text[row["problem"]][0]
     found = {
         "second best tile": lambda: _drop(case.second_tile(self.tile)),
-        "default schedule": lambda: case.cost(case.default),
+        "compiler defaults": lambda: case.cost(case.default),
+        "served without tuning": lambda: case.cost(self.untuned(case)),
         "median program": lambda: statistics.median(case.cost(each) for each in case.programs),
     }
     yield row["choice"], row["relative"], lambda: found[row["choice"]]() + 1
@@ -890,13 +992,7 @@ def regimes_chart(self, row):
     yield "programs", row["programs"], lambda: found["programs"]
 
 
-CHARTS = {
-    "tiles": tiles_chart,
-    "costs": costs_chart,
-    "knobs": knobs_chart,
-    "rates": rates_chart,
-    "regimes": regimes_chart,
-}
+CHARTS = {"costs": costs_chart, "knobs": knobs_chart, "rates": rates_chart, "regimes": regimes_chart}
 
 # `explain` and `show`.
 

@@ -142,6 +142,11 @@ class Case:
         """The schedule with a time that is served; None where what is served has none."""
         return self.timed_as(self.served) or (self.served and self.evidence.timed_as(self, self.served.id))
 
+    @property
+    def ties(self):
+        """The schedules with a time that cannot be told apart from what is served, or else from the fastest."""
+        return [each for each in self.times if self.tied(each, self.serves or self.best)]
+
     @cached_property
     def leader(self):
         """What is served, where the fastest is tied with it or lost the race against it; else the fastest."""
@@ -159,8 +164,9 @@ class Case:
     def tied(self, one, other):
         """Whether a schedule cannot be told apart from another: as the other's race found, or else by intervals and times."""
         first, second = self.program_of[one], self.program_of[other]
+        shorter, longer = sorted((self.times[first], self.times[second]))
         if self.provenance != "measured" or first == second:
-            return False
+            return first != second and longer <= shorter * (1 + self.tolerance if self.error else 1.0)
         entry = self.entry
         if entry and entry["provenance"] == "measured" and entry["schedule"] == other:
             raced = dict.fromkeys(entry["ties"], True) | ({entry["runner_up"]: False} if entry["runner_up"] else {})
@@ -168,7 +174,6 @@ class Case:
             if first in decided:
                 return decided[first]
         (low, high, _), (least, most, _) = self.intervals[first], self.intervals[second]
-        shorter, longer = sorted((self.times[first], self.times[second]))
         return (low <= most and least <= high) or longer <= 1.01 * shorter
 
     @cached_property
@@ -289,15 +294,6 @@ class Case:
         found = (part for (name, *both), part in self.pairs.items() if name == knob and printed(both, value, against))
         return next(found, None)
 
-    def favourite(self, knob):
-        """The value of a knob than which none compared is faster and at least one is surely slower; None where there is none."""
-        for value in {value for name, value, _ in self.pairs if name == knob}:
-            against = [effect([self.pairs.get((knob, other, value))]) for other in self.values[knob] - {value}]
-            known = [each for each in against if each["ratio"] is not None]
-            if known and min(each["ratio"] for each in known) >= 1 and any(each["low"] > 1.01 for each in known):
-                return value
-        return None
-
 
 def printed(both, *texts):
     """Whether typed values are printed as the texts."""
@@ -325,29 +321,44 @@ def typed(value):
     return type(value).__name__, value
 
 
-def effect(parts, estimated=False):
-    """The ratio from the log ratios of each problem, with its 95% interval: over problems from four on, else over pairs. Of
-    estimates with their range.
+def test(parts):
+    """The mean over problems of the mean log ratio of each, its standard error and degrees of freedom: from four problems on the
+    error is over problems, below it is over their pairs. None where there are too few.
     """
     known = [part for part in parts if part is not None and len(part)]
-    pairs, freedom = sum(map(len, known)), len(known) - 1
-    found = {"ratio": None, "low": None, "high": None, "pairs": pairs, "problems": len(known)}
-    if not known:
-        return found
+    freedom = len(known) - 1 if len(known) >= 4 else sum(map(len, known)) - len(known)
+    if freedom < 3:
+        return None
     means = np.array([part.mean() for part in known])
     if len(known) >= 4:
-        error = means.std(ddof=1) / math.sqrt(len(known))
-    else:
-        freedom = pairs - len(known)
-        pooled = sum(((part - part.mean()) ** 2).sum() for part in known) / max(freedom, 1)
-        error = math.sqrt(pooled * sum(1 / len(part) for part in known)) / len(known)
-    if freedom < 3:
-        return found
-    half = stats.t.ppf(0.975, freedom) * error
-    low, ratio, high = np.exp(means.mean() + np.array([-half, 0.0, half]))
-    if estimated:
-        low, high = (math.exp(pick(pick(part) for part in known)) for pick in (min, max))
-    return found | {"ratio": ratio, "low": low, "high": high}
+        return means.mean(), means.std(ddof=1) / math.sqrt(len(known)), freedom
+    pooled = sum(((part - part.mean()) ** 2).sum() for part in known) / freedom
+    return means.mean(), math.sqrt(pooled * sum(1 / len(part) for part in known)) / len(known), freedom
+
+
+def surely_above(least, tests):
+    """The comparisons whose mean is above a number: what Benjamini and Hochberg's procedure picks at 2.5%."""
+    known = {key: found for key, found in tests.items() if found}
+    chance = {}
+    for key, (mean, error, freedom) in known.items():
+        chance[key] = stats.t.sf((mean - least) / error, freedom) if error else float(mean <= least)
+    ranked = sorted(chance, key=chance.get)
+    last = max((place for place, key in enumerate(ranked, 1) if chance[key] <= 0.025 * place / len(ranked)), default=0)
+    return set(ranked[:last])
+
+
+def effect(parts, estimated=False):
+    """The ratio from the log ratios of each problem, with its 95% interval; of estimates with their range."""
+    known = [part for part in parts if part is not None and len(part)]
+    found = {"ratio": None, "low": None, "high": None, "pairs": sum(map(len, known)), "problems": len(known)}
+    if tested := test(known):
+        mean, error, freedom = tested
+        half = stats.t.ppf(0.975, freedom) * error
+        low, high = math.exp(mean - half), math.exp(mean + half)
+        if estimated:
+            low, high = (math.exp(pick(pick(part) for part in known)) for pick in (min, max))
+        found |= {"ratio": math.exp(mean), "low": low, "high": high}
+    return found
 
 
 class Evidence:
@@ -681,43 +692,82 @@ class Evidence:
             self._verdicts[knob] = self._verdict(knob)
         return self._verdicts[knob]
 
+    @cached_property
+    def winners(self):
+        """The schedules that won a search, of all measured problems."""
+        entries = [case.entry for case in self.measured if case.entry]
+        return [each["schedule"] for each in entries if each["provenance"] == "measured" and each["candidates"] > 1]
+
+    @cached_property
+    def _sure(self):
+        """Which comparisons are sure: in one problem more than 1% slower, and over all problems at most 1% faster; and the mean
+        log ratio of each comparison that one problem allows."""
+        values = defaultdict(set)
+        for case in self.explored:
+            for knob, found in case.values.items():
+                values[knob] |= found
+        compared = [(knob, *two) for knob, found in values.items() for two in itertools.permutations(found, 2)]
+        single = {
+            (place, *key): test([case.pairs.get(key)]) for place, case in enumerate(self.explored) for key in compared
+        }
+        joined = {key: test([case.pairs.get(key) for case in self.explored]) for key in compared}
+        means = {key: found[0] for key, found in single.items() if found}
+        return surely_above(math.log(1.01), single), surely_above(-math.log(1.01), joined), means
+
     def _verdict(self, knob):
         cases = [case for case in self.explored if knob in case.values]
-        values = set().union(*(case.values[knob] for case in cases))
         if not self.measured:
             return self._estimated_verdict(knob)
-        parts = [case.pairs for case in cases if any(name == knob for name, _, _ in case.pairs)]
-        favourites = [case.favourite(knob) for case in cases if any(name == knob for name, _, _ in case.pairs)]
+        values = set().union(*(case.values[knob] for case in cases))
+        slower, no_faster, means = self._sure
+        places = range(len(self.explored))
+
+        def favourite(place):
+            for value in values:
+                known = [each for each in values if (place, knob, each, value) in means]
+                if any((place, knob, each, value) in slower for each in known) and all(
+                    means[place, knob, each, value] >= 0 for each in known
+                ):
+                    return value
+            return None
+
+        def compared(value):
+            parts = {each: [case.pairs.get((knob, each, value)) for case in self.explored] for each in values - {value}}
+            return {
+                each: len([part for part in found if part is not None]) for each, found in parts.items() if test(found)
+            }
+
         reached = [
             {typed(each[knob]) for each in case.times if knob in each and case.times[each] <= 1.01 * case.us}
             for case in cases
         ]
-        least = min(4, len(cases))
-
-        def against(value, tables):
-            return [effect([table.get((knob, other, value)) for table in tables]) for other in values - {value}]
-
-        def good(value):
-            known = [each for each in against(value, parts) if each["ratio"] is not None]
-            return (
-                bool(known)
-                and all(value in each for each in reached)
-                and all(each["low"] * 1.01 >= 1 and each["problems"] >= least for each in known)
-                and all((each["high"] or 1) * 1.01 >= 1 for table in parts for each in against(value, [table]))
-            )
-
-        def slower(table, value, than):
-            return (effect([table.get((knob, value, than))])["low"] or 0) > 1.01
-
-        fine = {value for value in values if good(value)}
+        fine = {
+            value
+            for value in values
+            if compared(value)
+            and all(value in each for each in reached)
+            and all((knob, each, value) in no_faster for each in compared(value))
+            and not any((place, knob, value, each) in slower for place in places for each in values)
+        }
+        favourites = [favourite(place) for place in places]
+        won = Counter(typed(each[knob]) for each in self.winners if knob in each)
         contradicted = any(
-            one != other and slower(first, other, one) and slower(second, one, other)
-            for (first, one), (second, other) in itertools.permutations(zip(parts, favourites, strict=True), 2)
+            one != other and (first, knob, other, one) in slower and (second, knob, one, other) in slower
+            for (first, one), (second, other) in itertools.permutations(enumerate(favourites), 2)
             if one and other
         )
-        known = any(each["ratio"] is not None for value in values for each in against(value, parts))
-        advice = "leave" if fine else "choose" if contradicted else "unclear" if known else "untried"
-        return {"advice": advice, "fine": fine, "preferred": Counter(filter(None, favourites))}
+        good = max(fine, key=lambda value: (len(compared(value)), won[value]), default=None)
+        few = min(compared(good).values()) if fine else 0
+        if fine and few < 4:
+            advice = "few"
+        elif fine and won.total() - won[good] <= 0.1 * won.total():
+            advice = "leave"
+        elif fine and all((knob, good, each) in no_faster for each in compared(good)):
+            advice = "same"
+        else:
+            advice = "choose" if contradicted else "unclear" if any(map(compared, values)) else "untried"
+        preferred = Counter(filter(None, favourites))
+        return {"advice": advice, "fine": fine, "preferred": preferred, "won": won, "problems": few}
 
     def best_by_value(self, case, knobs):
         """The least time with each value of some knobs, over the best; what is tied with what is served counts as the best."""
@@ -743,7 +793,7 @@ class Evidence:
             if 2 * count > len(good) and all(value in each for each in good)
         }
         advice = "choose" if len(preferred) > 1 else "leave" if fine else "unclear"
-        return {"advice": advice, "fine": fine, "preferred": preferred}
+        return {"advice": advice, "fine": fine, "preferred": preferred, "won": Counter(), "problems": 0}
 
     def joined_effect(self, knob, value, against):
         """What a value costs over all explored cases."""

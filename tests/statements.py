@@ -11,7 +11,6 @@ import csv
 import hashlib
 import html
 import json
-import math
 import os
 import random
 import re
@@ -23,7 +22,6 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +54,8 @@ class Statement:
 
 def agrees(said, found) -> bool:
     """Whether something printed is what was found: numbers to the digits printed, of several names one."""
-    if isinstance(found, (set, frozenset)):
-        return said in found
+    if isinstance(found, set):
+        return said == found if isinstance(said, set) else said in found
     if isinstance(said, str) and isinstance(found, (int, float)) and not isinstance(found, bool):
         low, high = bounds(said)
         return low <= found <= high
@@ -80,6 +78,26 @@ def bounds(text: str) -> tuple[float, float]:
     return number - half, number + half
 
 
+def plain(text):
+    """The text of some HTML, with code as in Markdown."""
+    return html.unescape(re.sub(r"<[^>]*>", "", re.sub(r"</?code>", "`", text)))
+
+
+def rows_of(packed, texts):
+    """The rows that a page holds as columns: of one value, of few values under digits in base 36, of texts, or of all values."""
+    found = []
+    for column in packed["columns"].values():
+        if isinstance(column, dict) and "of" in column:
+            digits = re.findall("." * column["width"], column["at"])
+            column = [column["of"][int(each, 36)] for each in digits]
+        elif isinstance(column, dict):
+            column = (
+                [texts[place] for place in column["texts"]] if "texts" in column else [column["same"]] * packed["rows"]
+            )
+        found.append(column)
+    return [dict(zip(packed["columns"], values, strict=True)) for values in zip(*found, strict=True)]
+
+
 class Reader:
     """Reads what is printed about one kernel on one arch.
 
@@ -94,6 +112,8 @@ class Reader:
         self.unread: list[str] = []
         """Sentences and tables that no pattern reads."""
         self.by_text, self.by_id = defaultdict(list), {}
+        self._hidden: Hidden | None = None
+        self._untuned: dict[Any, Any] = {}
         self.listed: dict[tuple[str, str], None] = {}
         """The problems in the order of the report."""
         for case in evidence.cases:
@@ -129,7 +149,7 @@ class Reader:
         yield from self._cases()
         for name, spec in self.page.items():
             for kind in (kind for kind in readings.CHARTS if name.startswith(f"chart-{kind}")):
-                for row in spec.get("data", {}).get("values", ()):
+                for row in rows_of(spec["data"]["packed"], spec["data"]["texts"]):
                     yield from self._made(f"page {kind}", f"report.html, {name}", readings.CHARTS[kind](self, row))
 
     def _made(self, kind, where, found):
@@ -143,7 +163,7 @@ class Reader:
 
     def sentences(self, text, where, case=None):
         """The statements of some sentences. `case` is the problem that they are about, where it is one."""
-        text = html.unescape(re.sub(r"</?code>", "`", text))
+        text = plain(text).removeprefix("Knobs that matter: ")
         for sentence in re.split(r"(?<=[.;])\s+(?=[A-Z`])(?=(?:[^`]*`[^`]*`)*[^`]*$)", text):
             sentence = sentence.strip()
             for kind, (pattern, read) in readings.SENTENCES.items():
@@ -155,19 +175,21 @@ class Reader:
                     self.unread.append(sentence)
 
     def _text(self):
-        """The statements of report.md: its paragraphs, and the rows of its tables."""
+        """The statements of report.md: its paragraphs, and the rows of its tables. The first screen is about one problem."""
         heading, group, head, seen = "", "", None, set()
-        for line in (self.folder / "report.md").read_text().splitlines():
+        lines = (self.folder / "report.md").read_text().splitlines()
+        titles = [line[2:].partition(" ")[2] for line in lines if line.startswith("# ")]
+        case = next((self.by_text[title][0] for title in titles if self.by_text[title]), None)
+        for line in lines:
             if line.startswith("#"):
                 group = line.strip("# ") if line.startswith("###") else ""
                 heading = heading if group else line.strip("# ")
+                case = None if line.startswith("## ") else case
             if not line.startswith("|"):
                 head = None
                 if line and line[0] not in "#!" and line not in seen:
                     seen.add(line)
-                    lead = re.match(r"\*\*(?:\S+) ([^*]*)\*\*, (?:measured|modelled)[^.]*\. (.*)", line)
-                    case = self.by_text[lead[1]][0] if lead else None
-                    yield from self.sentences(lead[2] if lead else line, f"report.md, {heading}", case)
+                    yield from self.sentences(line.strip("*"), f"report.md, {heading}", case)
                 continue
             cells = [re.sub(r"^`([^`]*)`$", r"\1", cell.strip()) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
             if head is None:
@@ -175,8 +197,10 @@ class Reader:
                     cells,
                     next((each for name, each in readings.TABLES.items() if re.match(name, heading)), None),
                 )
-                if read is None:
+                if read is None and any(head):
                     self.unread.append(f"table below {heading!r}: {', '.join(head)}")
+            elif not any(head) and any(cells) and not set(line) <= set("|-: "):
+                yield from self._made("first screen", f"report.md, {line}", readings.fact(self, case, *cells))
             elif read and not set(line) <= set("|-: "):
                 yield from self._made(
                     f"table {heading.split(',')[0]}", f"report.md, {line}", read(self, group, head, cells)
@@ -189,18 +213,15 @@ class Reader:
             words, how = each["title"].partition(" ")[2], each["source"].split()[0]
             mode = each["values"].get("accumulators", "fp32")
             case = next(one for one in self.by_text[words] if (one.mode, one.provenance) == (mode, how))
-            yield from self.sentences(each["lead"], f"report.html, {words}", case)
-            for name, columns in each["rows"].items():
-                if name in readings.VIEWS and isinstance(columns, dict):
-                    texts = [
-                        [data["texts"][i] for i in of["texts"]] if isinstance(of, dict) else of
-                        for of in columns.values()
-                    ]
-                    for values in zip(*texts, strict=True):
-                        row = dict(zip(columns, values, strict=True))
-                        yield from self._made(
-                            f"page {name}", f"report.html, {words}", readings.VIEWS[name](self, case, row)
-                        )
+            where = f"report.html, {words}"
+            for text in re.findall(r"<p class=\"(?:measured|warning|lead)\">(.*?)</p>", each["top"] + each["facts"]):
+                yield from self.sentences(text, where, case)
+            for cells in re.findall(r"<dt>(.*?)</dt><dd><b.*?>(.*?)</b> ?(?:<span>(.*?)</span>)?</dd>", each["facts"]):
+                yield from self._made("first screen", where, readings.fact(self, case, *map(plain, cells)))
+            for name, packed in each["rows"].items():
+                if name in readings.VIEWS and isinstance(packed, dict):
+                    for row in rows_of(packed, data["texts"]):
+                        yield from self._made(f"page {name}", where, readings.VIEWS[name](self, case, row))
 
     def case_of(self, words):
         """The case that words such as `S=64 B=256 H=8 D=32 float16, causal` are about: of several that with the fewest options."""
@@ -213,31 +234,6 @@ class Reader:
             return flags, len(case.problem.to_json()), case.mode != "fp32"
 
         return min(fitting, key=unnamed)
-
-    def sensitivity(self, words, regime):
-        """A function that gives what the tile is worth in the problems that some words name, of one regime of sizes."""
-
-        def found():
-            least, most = {"short": (0, 1024), "medium": (1025, 4096), "long": (4097, 1 << 62)}[regime]
-            tokens = [token for token in words.split(", ") if token]
-            members = []
-            for case in self.evidence.cases:
-                tiles = {each["tile"]: each["relative"] for each in case.tiles(self.tile) if each["searched"]}
-                size = self.size(case)
-                if len(tiles) > 1 and least <= size <= most and all(self._fits(case, token) for token in tokens):
-                    members.append((size, tiles))
-            shared = set.intersection(*(set(tiles) for _, tiles in members))
-            mean = {tile: math.prod(tiles[tile] for _, tiles in members) ** (1 / len(members)) for tile in shared}
-            first, second, *_ = ranked = sorted(shared, key=lambda tile: (mean[tile], tile))
-            return {
-                "sizes": sorted({size for size, _ in members}),
-                "best": readings.tile_text(first),
-                "second": readings.tile_text(second),
-                "drop": mean[second] / mean[first] - 1,
-                "spread": mean[ranked[-1]] / mean[first] - 1,
-            }
-
-        return found
 
     def rule(self, knobs, parts):
         """A function that gives for how many problems a rule is right, and one value for all on problems left out."""
@@ -269,25 +265,19 @@ class Reader:
         clauses = [(words.split(" or ")[0], condition) for words, condition in clauses]
         return found
 
-    @cached_property
+    def untuned(self, case):
+        """The schedule with a time that is served without tuning; None where that has none."""
+        if case.problem not in self._untuned:
+            if self._hidden is None:
+                self._hidden = Hidden(self.evidence)
+            chosen = self._hidden.served(case.problem)
+            self._untuned[case.problem] = case.timed_as(chosen) or self.evidence.timed_as(case, chosen.id)
+        return self._untuned[case.problem]
+
+    @property
     def untuned_costs(self):
         """What is served without tuning costs in each explored problem; None where it has no time."""
-        costs = []
-        with tempfile.TemporaryDirectory() as folder:
-            hidden = Hidden(self.evidence, Path(folder))
-            for case in self.evidence.explored:
-                chosen = hidden.served(case.problem)
-                timed = case.timed_as(chosen) or self.evidence.timed_as(case, chosen.id)
-                costs.append(None if timed is None else case.cost(timed))
-        return costs
-
-    def size(self, case):
-        """The size along which the kernel's tables run."""
-        axes = self.evidence.kernel.axes or [
-            name for name, each in self.evidence.kernel.fields.items() if isinstance(case.problem.values[name], int)
-        ]
-        alike = next((names for names in labels_of(self.evidence.kernel).values() if axes[0] in names), (axes[0],))
-        return max(getattr(case.problem, name) for name in alike)
+        return [case.cost(self.untuned(case)) for case in self.evidence.explored]
 
     def _fits(self, case, token):
         problem, (name, _, value) = case.problem, token.partition("=")
@@ -346,11 +336,12 @@ class Hidden:
 
     Args:
         evidence: whose entries are hidden.
-        folder: where the copy is made.
     """
 
-    def __init__(self, evidence: Evidence, folder: Path) -> None:
-        self.evidence, self.folder = evidence, folder
+    def __init__(self, evidence: Evidence) -> None:
+        self._temporary = tempfile.TemporaryDirectory()
+        self.evidence, self.folder = evidence, Path(self._temporary.name)
+        folder = self.folder
         home = Path(recomputed.__file__).parents[1]
         shutil.copytree(home / "tiledsched", folder / "tiledsched")
         data, table = folder / "tuning_db", f"tables/{evidence.kernel.name}/{evidence.arch}.json"

@@ -225,8 +225,21 @@ def csv_text(
     return text.getvalue()
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Write a temporary file and rename it, so that readers see the old contents or the new. Text is written as UTF-8.
+def others_may_change(path: str | os.PathLike[str]) -> str:
+    """By whom, other than this user and root, a file may have been written, in words; empty where by nobody.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    status = os.stat(path)
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to another user ({status.st_uid})"
+    return f"others may write it (mode {stat.S_IMODE(status.st_mode):o})" if status.st_mode & 0o022 else ""
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes | str, *, private: bool = False) -> None:
+    """Write a temporary file and rename it, so that readers see the old contents or the new. Text is written as UTF-8. A file
+    that there was keeps its mode, unless it is `private`, which only this user may write.
 
     Raises:
         OSError: the file cannot be written. The old contents are still there, and no temporary file is left.
@@ -238,8 +251,9 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
         return
     partial = partial_path(target)
     try:
+        partial.touch(0o644 if private else 0o666)
         partial.write_bytes(data)
-        if os.path.exists(target):
+        if os.path.exists(target) and not private:
             shutil.copymode(target, partial)
         os.replace(partial, target)
     except BaseException:
