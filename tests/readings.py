@@ -600,8 +600,8 @@ SENTENCES = {
     "highest rate": (rf"Among these problems, the highest rate is that of ([^:]*): {CODE}, {TIME}\.", highest),
     "best": (rf"(?:On [^`]* |By [^`]* )?[Tt]he best schedule is {CODE}: {TIME}(?:, measured)?\.", best),
     "within": (
-        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?, {N} of them within 1% of the best time "
-        rf"and {N} within 5%, the best included\.",
+        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?(?:, {N} of them within 1% of the best "
+        rf"time and {N} within 5%, the best included)?\.",
         within,
     ),
     "estimated": (
@@ -654,20 +654,6 @@ def best_table(self, group, head, cells):
     yield "second tile", row["second best tile takes longer by"], lambda: _drop(case.second_tile(self.tile))
     yield "compiler defaults", row["compiler defaults take longer by"], lambda: case.cost(case.default)
     yield "without tuning", row["served without tuning takes longer by"], lambda: case.cost(self.untuned(case))
-
-
-def depending(self, group, head, cells):
-    """Knobs that depend on each other."""
-    knob, before, after = re.fullmatch(r"`?(\w+)`?: (\S+) to (\S+)", cells[0]).groups()
-    yield from _interaction(self, knob, before, after, *cells[1:])
-
-
-def _interaction(self, knob, before, after, circumstance, inside, pairs, outside, others):
-    found = self.evidence.interaction(knob, before, after, circumstance)
-    yield "with", inside, lambda: found()[0]
-    yield "pairs", pairs, lambda: found()[1]
-    yield "elsewhere", outside, lambda: found()[2]
-    yield "pairs elsewhere", others, lambda: found()[3]
 
 
 def both_regimes(self, group, head, cells):
@@ -747,7 +733,6 @@ def failures(self, group, head, cells):
 
 TABLES = {
     "Schedules of": best_table,
-    "Knobs that depend on each other": depending,
     "Burst against sustained": both_regimes,
     "For which problems a value is good": rules_table,
     "Conditions": conditions,
@@ -812,15 +797,6 @@ def sensitivity_csv(self, row):
         yield "worst", row[f"{prefix}worst_drop_percent"], lambda: 100 * _relative(case.worst_tile(self.tile))
 
 
-def interactions_csv(self, row):
-    """Knobs that depend on each other."""
-    found = self.evidence.interaction(row["knob"], row["before"], row["after"], row["circumstance"])
-    yield "with", row["change_with_percent"], lambda: 100 * found()[0]
-    yield "pairs", row["pairs_with"], lambda: found()[1]
-    yield "elsewhere", row["change_without_percent"], lambda: 100 * found()[2]
-    yield "pairs elsewhere", row["pairs_without"], lambda: found()[3]
-
-
 def regimes_csv(self, row):
     """Burst against sustained."""
     case = _case_of_row(self, row)
@@ -845,7 +821,6 @@ CSV_FILES = {
     "schedules.csv": schedules_csv,
     "knobs.csv": knobs_csv,
     "sensitivity.csv": sensitivity_csv,
-    "interactions.csv": interactions_csv,
     "regimes.csv": regimes_csv,
     "winners.csv": winners_csv,
 }
@@ -863,12 +838,9 @@ def tiles_view(self, case, row):
     yield "us", row["us"], lambda: round(found()["us"], 2)
     yield "programs", row["programs"], lambda: found()["programs"]
     yield "searched", "?" not in row["said"], lambda: found()["searched"]
-    served = case.served
-    yield (
-        "served",
-        row["mark"] == "served",
-        lambda: bool(served) and tuple(served[each] for each in self.tile) == found()["tile"],
-    )
+    if case.serves:
+        own = tuple(case.serves[each] for each in self.tile)
+        yield "served", row["mark"] == "served", lambda: own == found()["tile"]
 
 
 def knobs_view(self, case, row):
@@ -1055,7 +1027,8 @@ def explained_line(self, problem, name, text):
         schedule, _, margin = text.rpartition(" (")
         yield name, schedule, lambda: entry["runner_up"].short()
         if "%" in margin:
-            yield "margin", margin.split()[0], lambda: entry["margin"]
+            yield "margin", margin.split()[0], lambda: abs(entry["margin"])
+            yield "slower", "faster" not in margin, lambda: round(entry["margin"], 3) >= 0
     elif name == "tied with" and entry:
         yield name, sorted(text.split("; ")), lambda: sorted(tie.short() for tie in entry["ties"])
     elif name == "raced" and entry:
@@ -1095,7 +1068,7 @@ def shown_json(self, row):
 def shown_line(self, line):
     """One line of `show`: rates, times and margins stand before the schedule."""
     found = re.search(
-        r" (measured|modelled)(?:, [\w ]+)? +([\d.]+|-) +([\d,]+ \S+/s|-) +([\d.]+|-) +(\+-?[\d.]+%|-) +(\d+) +(\d+)  (.*)$",
+        r" (measured|modelled)(?:, [\w ]+)? +([\d.]+|-) +([\d,]+ \S+/s|-) +([\d.]+|-) +([+-][\d.]+%|-) +(\d+) +(\d+)  (.*)$",
         line,
     )
     _, us, rate, estimate, margin, ties, programs, schedule = found.groups()
@@ -1107,7 +1080,7 @@ def shown_line(self, line):
         and len(entry["ties"]) == int(ties)
     ]
     yield "us", us, lambda: {f"{entry['measurement'].us:.1f}" for entry in alike if entry["measurement"]}
-    yield "margin", margin, lambda: {f"+{entry['margin']:.1%}" for entry in alike if entry["margin"] is not None}
+    yield "margin", margin, lambda: {f"{entry['margin']:+.1%}" for entry in alike if entry["margin"] is not None}
     yield "model us", estimate, lambda: {f"{entry['model_us']:.1f}" for entry in alike if entry["model_us"]}
     if rate != "-":
         yield (

@@ -21,7 +21,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Measurement
-from tiledsched.report.analysis import interactions, tile_times
+from tiledsched.report.analysis import tile_times
 from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
@@ -171,12 +171,7 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
-    times = [
-        [(one.schedule, one.us) for one in report.timed if one.same_program_as is None]
-        for report in ordered
-        if provenance == MEASURED
-    ]
-    return Section(provenance=provenance, problems=ordered, interactions=interactions(times))
+    return Section(provenance=provenance, problems=ordered)
 
 
 class _Builds:
