@@ -141,9 +141,10 @@ def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
         else:  # no entry of this problem
             why = f"served in place of what this run found ({result.entry.schedule.short()}): {entry.source}"
         return "; ".join([*words, why])
-    for what, over in (("the default", result.over_default), ("the runner-up", result.over_runner_up)):
+    others = ("the compiler defaults take", result.over_default), ("the runner-up takes", result.over_runner_up)
+    for what, over in others:
         if over is not None:
-            words.append(f"{what} takes {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} takes as long")
+            words.append(f"{what} {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} as long")
     if entry.provenance == "modelled":
         words.append(error_text(error_of(entry.arch, entry.problem, entry.schedule)))
     if entry.ties:
