@@ -219,7 +219,8 @@ def holds(problem, condition):
 
 def _part_holds(problem, part):
     no, name, how, value = re.fullmatch(r"(not )?`(\w+)`(?: is (up to|from|not)? ?(\S+))?", part).groups()
-    own = problem.values[name]
+    called = problem.declaration.written.get(name) or problem.declaration.label.get(name, name)
+    own = problem.values[name if name in problem.values else called if isinstance(called, str) else called[0]]
     if how in ("up to", "from"):
         return own <= int(value) if how == "up to" else own >= int(value)
     return (own is True if value is None else value_text(own) == value) != bool(no or how == "not")
@@ -228,7 +229,8 @@ def _part_holds(problem, part):
 def rules_table(self, group, head, cells):
     """For which problems a value of a knob is good."""
     knobs, _, parts = cells[0].partition(": ")
-    yield from rule(self, None, knobs if "`" in knobs else f"`{knobs}`", parts, cells[2], cells[1], cells[3])
+    right, problems, constant = re.fullmatch(r"(\S+) of (\S+), one value for all (\S+)", cells[1]).groups()
+    yield from rule(self, None, knobs if "`" in knobs else f"`{knobs}`", parts, right, problems, constant)
 
 
 def rule(self, case, knobs, parts, right, problems, constant):

@@ -16,7 +16,7 @@ from attention_runs import attention_reference
 
 from tiledsched.checking.errors import NOT_FINITE, Error, error_of
 from tiledsched.cli import main
-from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.errors import ConfigError, MeasureError, MissingPackageError
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.bench_case import MOST_PAIRS, MOST_SCORES, compared_pairs, reference_of_pair
@@ -489,7 +489,7 @@ def test_wrong_use_is_explained(arguments, words, tmp_path, monkeypatch, capsys)
 
 def test_a_harness_without_a_gpu_says_what_is_missing(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(MeasureError, match=r"cupy is not installed; run: pip install"):
+    with pytest.raises(MissingPackageError, match=r"cupy is not installed; run: pip install"):
         TorchHarness()
 
 

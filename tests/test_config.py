@@ -173,6 +173,9 @@ def test_a_declared_kernels_knobs_can_be_forced_and_reach_no_other_kernel() -> N
         for kernel, forced in ((matmul, {"TILE_M": 64}), (Attention, {})):
             table = load_table(load_settings(), kernel=kernel, archs=("sm_90",))
             assert table.resolve(kernel.suite(next(iter(kernel.suites)))[0], "sm_90").forced == forced
+    kernel_named("softmax")  # whose knob has no name in small letters, and attention's has
+    set_here = {"TILEDSCHED_TILE_ROWS": "4", "TILEDSCHED_TILE_N": "64", "TILEDSCHED_TILE_M": "64"}
+    assert list(load_settings(environ=set_here).knobs.items()) == [("tile_m", 64), ("tile_n", 64), ("TILE_ROWS", 4)]
 
 
 def test_a_user_without_a_home_or_a_name_has_folders_that_do_not_exist(monkeypatch) -> None:
@@ -189,3 +192,46 @@ def test_a_user_without_a_home_or_a_name_has_folders_that_do_not_exist(monkeypat
     assert default_cache_folder() == Path("/nonexistent/cache/tiledsched")
     assert location(None) == "/nonexistent/data/tiledsched/tuning.db"
     assert not database_exists(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "ignored"),
+    [
+        ("db = 'postgresql://me:secret@host/x'", "db to a server"),
+        ("db = 'postgresql+driver_in_this_folder://host/x'", "db to a server"),
+        ("site = '/elsewhere/tables'", "site to a place outside its folder"),
+        ("site = '../x.json'", "site to a place outside its folder"),
+        ("db = '~/x.db'", "db to a place outside its folder"),
+        ("db = 'sqlite:////elsewhere/x.db'", "db to a place outside its folder"),
+        ("db = 'link/x.db'", "db to a place outside its folder"),
+        ("capture = '/elsewhere'", "capture to a place outside its folder"),
+        ("capture = '1'", ""),
+        ("capture = 'notes'", ""),
+        ("db = 'deep/er/x.db'", ""),
+        ("db = ':memory:'", ""),
+        ("regime = 'sustained'", ""),
+    ],
+)
+def test_a_project_file_names_places_outside_its_folder_only_once_it_is_trusted(
+    tmp_path, caplog, text, ignored
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path.parent)
+    path = tmp_path / "tiledsched.toml"
+    path.write_text(text)
+    name, value = text.split(" = ")
+    config.warn_once.cache_clear()
+
+    def found():
+        return getattr(load_settings(environ={}), name) == value.strip("'")
+
+    assert found() == (not ignored)
+    assert [f"sets {ignored}, which is ignored" in record.message for record in caplog.records] == [True] * bool(
+        ignored
+    )
+    assert "secret" not in caplog.text
+    assert main(["trust"]) == 0
+    assert found()
+    path.write_text(f"{text}\nsync = true")
+    assert found() == (not ignored)
+    assert main(["trust"]) == main(["trust", "--revoke"]) == 0
+    assert found() == (not ignored)

@@ -202,7 +202,7 @@ def test_a_wrong_declaration_is_not_known():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"rows": 5}, "needs ['columns']"),
+        ({"rows": 5}, "needs columns"),
         ({"rows": 5, "columns": 8, "dtype": "int8"}, "dtype must be one of float32, float16, got 'int8'"),
         ({"rows": True, "columns": 8}, "rows must be a positive integer, got True"),
         ({"rows": 5, "columns": 8, "groups": []}, "groups must be a list of positive integers, got []"),

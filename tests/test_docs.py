@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from golden import leaf_commands
 from serve_on_cpu import using
 
 import tiledsched as ts
+from docs.studies import commands_page
 from tiledsched.cli import app, problems
 from tiledsched.cli.commands import root
 from tiledsched.core.errors import TiledschedError
@@ -26,6 +28,8 @@ from tiledsched.serve.process import Runtime
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+RUN = ("check", "choosing", "database", "faq", "python", "recipes", "training")
+"""Other pages whose commands are run."""
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WRITE = os.environ.get("TILEDSCHED_WRITE_TABLES") == "1"
 
@@ -85,37 +89,15 @@ def parse(words):
     return None
 
 
-def test_the_reference_lists_every_command_and_its_flags():
-    """With TILEDSCHED_WRITE_TABLES=1 the tables of flags are written anew."""
-    page, named = ROOT / "docs" / "commands.md", []
-    text = page.read_text(encoding="utf-8")
-
-    def table(match):
-        named.append(match[1])
-        return f"<!-- flags of {match[1]} -->\n{flags_table(match[1])}<!-- end -->"
-
-    written = re.sub(r"<!-- flags of ([a-z ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+def test_the_page_of_commands_says_what_their_help_says():
+    """With TILEDSCHED_WRITE_TABLES=1 its sections are written anew."""
+    text, made = commands_page.PAGE.read_text(encoding="utf-8"), commands_page.page()
     if WRITE:
-        page.write_text(written, encoding="utf-8")
-    assert WRITE or text == written
-    leaves = dict(leaf_commands(root))
-    assert sorted(named) == sorted(leaves)
-    assert re.findall(r"^###+ `tiledsched ([a-z ]+)`$", text, re.MULTILINE) == [
-        name for each in named for name in (["study"] if each == "study paper" else []) + [each]
-    ]
-
-
-def flags_table(name):
-    """The flags that a command has for itself, with what its help says of them."""
-    command = dict(leaf_commands(root))[name]
-    context = click.Context(command, info_name=name, help_option_names=["-h", "--help"])
-    lines = []
-    for param in command.params:
-        if getattr(param, "heading", "") not in ("Every command", "Problems") and param.name != "kernel":
-            words, text = param.get_help_record(context)
-            flags = words.replace("|", "\\|")
-            lines.append(f"|`{flags}`|{text.replace('|', chr(92) + '|')}|")
-    return "\n".join(["", "|flag|meaning|", "|---|---|", *lines, "", ""]) if lines else ""
+        commands_page.PAGE.write_text(made, encoding="utf-8")
+    assert WRITE or text == made
+    headings = re.findall(r"^### `tiledsched ([a-z ]+)`$", made, re.MULTILINE)
+    assert headings == [name for name, _ in leaf_commands(root)]
+    assert commands_page.MORE.keys() <= set(headings)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -128,7 +110,7 @@ def test_python_parses(path):
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", ROOT / "docs" / "python.md", ROOT / "docs" / "training.md", *TUTORIALS],
+    [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in RUN), *TUTORIALS],
     ids=lambda path: path.stem,
 )
 def test_a_page_shows_what_its_commands_print(path, tmp_path):
@@ -220,18 +202,45 @@ def pattern(shown):
 
 
 def shortened(printed, shown):
-    """What was printed, as long as what the page shows: lines before its line of dots, and lines behind it."""
-    lines, dots = printed.rstrip().splitlines(), [n for n, line in enumerate(shown.splitlines()) if line == "..."]
-    if dots:
-        first, last = dots[0], len(shown.splitlines()) - dots[0] - 1
+    """What was printed, as long as what the page shows: lines before its line of dots and behind it, or between two."""
+    lines, kept = printed.rstrip().splitlines(), shown.splitlines()
+    dots = [n for n, line in enumerate(kept) if line == "..."]
+    if len(dots) == 2:  # the lines between them, from the first that is like theirs
+        first = [without_numbers(line) for line in lines].index(without_numbers(kept[1]))
+        lines = ["...", *lines[first : first + len(kept) - 2], "..."]
+    elif dots:
+        first, last = dots[0], len(kept) - dots[0] - 1
         lines = [*lines[:first], "...", *lines[len(lines) - last :]]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
+def test_the_first_page_of_the_site_is_the_readmes_beginning_and_its_path():
+    """With TILEDSCHED_WRITE_TABLES=1 it is written anew."""
+    page, text = ROOT / "docs" / "index.md", (ROOT / "README.md").read_text(encoding="utf-8")
+    title, words, _, what, picture = text.split("\n\n## ")[0].split("\n\n")
+    path = text.split("\n## The path\n\n")[1].split("\n\n")[0]
+    written = "\n\n".join([title, words, what, picture, path]).replace("](docs/", "](") + "\n"
+    if WRITE:
+        page.write_text(written, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == written
+
+
 def test_every_page_is_in_the_site_and_only_once():
-    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    """Those that are not in the navigation are linked from the page on measuring."""
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    beside = re.findall(r"^  /([\w/-]+\.md)$", site, re.MULTILINE)
+    listed = re.findall(r": ([\w/-]+\.md)$", site, re.MULTILINE) + beside
     assert len(listed) == len(set(listed))
+    measuring = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8")
+    assert [page for page in beside if f"]({page})" not in measuring] == []
     assert {*listed} == {str(path.relative_to(ROOT / "docs")) for path in PAGES if path.name != "README.md"}
+
+
+def test_the_page_on_the_model_says_the_errors_that_ship():
+    page = (ROOT / "docs" / "model.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "tuning_db" / "model").glob("*/error.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            assert row["tile"] or f"{row['mean']:.1%}" in page, (path.parent.name, row)
 
 
 def test_the_page_on_search_spaces_lists_every_knob_of_attention():
@@ -255,13 +264,11 @@ def test_the_comparison_of_five_tuners_shows_what_its_script_counts():
     assert ours == theirs
 
 
-def test_the_gradient_on_the_page_on_kernels_is_right(tmp_path, monkeypatch, launches):
-    """By its references on the CPU, as the page says, and by its kernels."""
+def test_the_gradient_of_the_example_is_right(monkeypatch, launches):
+    """By its references on the CPU, as the page on kernels says, and by its kernels."""
     import torch
 
-    (code,) = (each for each in blocks(ROOT / "docs" / "kernels.md", "python") if each.startswith("# swish.py"))
-    (tmp_path / "swish.py").write_text(code, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     swish = importlib.import_module("swish").swish
     x = torch.linspace(-3, 3, 1500).requires_grad_()
     swish(x).sum().backward()

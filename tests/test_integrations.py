@@ -849,37 +849,27 @@ def test_the_kernel_package_says_what_it_holds(tmp_path) -> None:
     assert len(ids) == 2
 
 
-# The recipes of docs/integrations.md
-
-
-def recipes() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "integrations.md").read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(len(recipes())))
-def test_the_recipes_run(number, transformers, dispatch, routing, tmp_path, monkeypatch) -> None:
+def test_the_blocks_of_the_page_on_use_run_one_after_the_other(
+    transformers, dispatch, routing, tmp_path, monkeypatch
+) -> None:
     import diffusers
 
     pytest.importorskip("kernels")
     monkeypatch.chdir(tmp_path)
-    q, k, v = tensors(1, 2, 8, 16)
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM,
         "from_pretrained",
-        lambda name, attn_implementation, **more: use(make(transformers), attn_implementation),
+        lambda name, attn_implementation: use(make(transformers), attn_implementation),
     )
     transformer = diffusers.FluxTransformer2DModel(
         num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, axes_dims_rope=[4, 4, 8]
     )
     pipeline = SimpleNamespace(transformer=transformer)
-    names = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "inputs": {"input_ids": PROMPT},
-        "pipeline": pipeline,
-        "encoder": torch.nn.MultiheadAttention(32, 2, batch_first=True),
-        "x": torch.randn(1, 4, 32),
-        "model": make(transformers),
-    }
-    exec(compile(recipes()[number], f"recipe {number}", "exec"), names)
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", lambda name, torch_dtype: pipeline)
+    page = (ROOT / "docs" / "tutorials" / "use-in-my-model.md").read_text(encoding="utf-8")
+    first, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert first.startswith("# needs a GPU\n")
+    names = dict(zip("qkv", tensors(1, 2, 8, 16), strict=True), torch=torch)
+    for block in others:
+        exec(compile(block, block, "exec"), names)
+    assert len(others) == 5

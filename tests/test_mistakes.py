@@ -3,17 +3,22 @@ by what was meant, and, where it stands in a file, by the line."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import importlib.metadata
 from pathlib import Path
 
+import cuda.tile as ct
 import pytest
 from test_declaration import own_names  # noqa: F401  # what a test declares is known to that test alone
 
+import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import blame, errors, registry
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.attention import Attention
 
 FILE = """import cuda.tile as ct
 import tiledsched as ts
@@ -341,6 +346,10 @@ LINES = [
     ),
     ("check softmax.py:Softmax -p row=3,columns=40", "(did you mean 'rows'?)"),
     ("explain attention --arch sm_90 -p S=4096,D=128x", "got '128x' (did you mean 128?)"),
+    ("tune attention --arch sm_90 -p S=1024", "a problem of attention needs D (head_dim)"),
+    ("tune attention --arch sm_90 -p D=64", "a problem of attention needs S (seq_q and seq_k)"),
+    ("explain rope --arch sm_90 -p S=5", "a problem of rope needs B (batch), q_heads, k_heads"),
+    ("explain matmul --arch sm_90 -p m=5", "a problem of matmul needs n, k"),
     ("explain attention --arch sm_90 -p S4096", "(did you mean 'S=4096'?)"),
     ("explain attention --arch sm_90 -p S=64,casual", "(did you mean 'causal'?)"),
     ("explain attention --arch sm_90 -p S=64,dtype=bf16", "got 'bf16' (did you mean 'bfloat16'?)"),
@@ -431,3 +440,67 @@ def test_an_entry_point_shadows_nothing_in_silence(monkeypatch, caplog) -> None:
         errors.ConfigError, match=r"different kernels as 'norm'; name the one that you mean: one:Norm .*, two:Norm"
     ):
         load_kernel("norm")
+
+
+@ct.kernel
+def scale(X):
+    pass
+
+
+def plain(x):
+    pass
+
+
+def entered(manager):
+    with manager:
+        pass
+
+
+MISUSES = [
+    (lambda: entered(ts.remember), "remember is called first; write: with tiledsched.remember():"),
+    (lambda: entered(importlib.import_module("tiledsched.remember")), "remember is called first"),
+    (lambda: entered(ts.capture), "capture is called first; write: with tiledsched.capture():"),
+    (lambda: entered(ts.configure), "configure is called first; write: with tiledsched.configure():"),
+    (lambda: ts.remember(plain), "remember takes no <function plain"),
+    (lambda: ts.remember("train.py"), "python -m tiledsched.remember SCRIPT"),
+    (lambda: ts.capture(plain), "capture takes a folder"),
+    (
+        lambda: ts.tune(plain, arch="sm_121"),
+        "is no kernel; declare it first: class Name(ts.Kernel), with function = plain",
+    ),
+    (lambda: ts.tune(scale, arch="sm_121"), "is no kernel; declare it first: class Name(ts.Kernel)"),
+    (lambda: ts.tune(Attention(), arch="sm_121"), "is no kernel; give the class without parentheses: Attention"),
+    (lambda: ts.tune(None, arch="sm_121"), "None is no kernel; give a subclass of ts.Kernel, or the name of a kernel"),
+    (lambda: ts.tune("softmax", 5, arch="sm_121"), "5 is no list of problems"),
+    (lambda: ts.tune("softmax", [(1, 2)], arch="sm_121"), "(1, 2) is no problem; give its values by name"),
+    (lambda: list(ts.check(plain)), "is no kernel"),
+    (lambda: ts.op("mine::plain", plain), "is no kernel"),
+    (lambda: ts.load_kernel(scale), "is no kernel"),
+]
+
+
+@pytest.mark.parametrize(("use", "words"), MISUSES)
+def test_hasty_use_explains_itself(use, words) -> None:
+    with pytest.raises(errors.TiledschedError) as error:
+        use()
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "db import {}",
+        "compare {} shipped",
+        "tune --replay {}",
+        "tune --arch sm_90 --space {}",
+        "tune --arch sm_90 --candidates {}",
+        "bench --summary {}",
+        "show --db {}",
+        "study ablation --arch sm_90 --replay {}",
+    ],
+)
+@pytest.mark.parametrize(("form", "unpack"), [(gzip, "gunzip -k"), (bz2, "bunzip2 -k")])
+def test_a_compressed_file_says_so_and_how_to_unpack_it(line, form, unpack, tmp_path, cli) -> None:
+    path = tmp_path / "kt.json.packed"
+    path.write_bytes(form.compress(b"{}"))
+    assert f"{path} is compressed; unpack it first: {unpack} {path}" in cli(line.format(path).split(), code=2).err

@@ -290,3 +290,15 @@ def recipes(*, gpu: bool) -> list[str]:
 def test_recipes_run(launches, recipe) -> None:
     exec(recipe, dict(zip("qkv", tensors(rows=24), strict=True)))
     assert launches
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/tutorials/use-in-my-model.md"])
+def test_blocks_that_need_a_gpu_run_as_pasted(launches, page) -> None:
+    """With smaller tensors, on a CPU that stands in for the GPU."""
+    text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(# needs a GPU\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    try:
+        exec(re.sub(r"torch\.randn\([^)]*\)", "torch.randn(1, 2, 24, 64, dtype=torch.float16)", block), {})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert launches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
@@ -84,8 +85,21 @@ def test_a_file_gives_back_what_was_put_in_and_any_damage_is_absence(kind, tmp_p
     file.path.mkdir()
     assert file.read() is None
     file.path.rmdir()
+    before = os.umask(0)
     file.write()
+    os.umask(before)
     assert file.read() == file.value
+    for mode, whose in ((0o666, "mode 666"), (0o664, "mode 664"), (0o644, "another user")):
+        file.path.chmod(mode)
+        if whose == "another user":
+            if os.geteuid():  # who may not give a file away
+                continue
+            os.chown(file.path, 12345, -1)
+        assert file.read() is None
+        assert f"{file.path} is not used" in caplog.text
+        assert whose in caplog.text
+        file.write()
+        assert file.read() == file.value
 
 
 def test_what_has_no_room_is_lost_or_said(tmp_path) -> None:

@@ -332,11 +332,10 @@ def test_another_version_is_refused(tmp_path, version, words) -> None:
 
 
 def test_the_documented_snippet_runs(site, tmp_path, capsys, monkeypatch) -> None:
-    document = (ROOT / "docs" / "landscapes.md").read_text()
-    snippet = document.split("```python\n")[1].split("```")[0]
+    example = ROOT / "docs" / "examples" / "replay_landscape.py"
     site.record(tmp_path).files[0].path.rename(tmp_path / "landscape.json.xz")
     monkeypatch.chdir(tmp_path)
-    exec(compile(snippet, "docs/landscapes.md", "exec"), {})
+    exec(compile(example.read_text(), example, "exec"), {})
     said = capsys.readouterr().out
     assert "TFLOP/s" in said
     assert "winner" in said

@@ -14,13 +14,13 @@ from test_search_tuner import LANDSCAPES, Recorded
 from tiledsched import doctor
 from tiledsched.build.toolchain import RELEASES, Toolchain, compiler_at_hand, installed_toolchain
 from tiledsched.cli import main
+from tiledsched.core.config import warn_once
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.measure.runner import RivalTime
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.process import warn_once
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import for_compiler, leaders, of_one_compiler, stale
 from tiledsched.tuning.options import RefreshOptions

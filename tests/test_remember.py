@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
 from collections import namedtuple
+from contextlib import closing
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import cuda.tile as ct
@@ -25,6 +30,7 @@ from fake_machine import H200, FakeMachine
 
 import tiledsched
 from tiledsched.cli import main
+from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.schedule import Schedule
 from tiledsched.remember import machine as machines
@@ -504,6 +510,41 @@ def test_results_are_shown_as_any_other_without_the_code(machine, tmp_path, caps
         assert said in capsys.readouterr().out
 
 
+PROGRAM = """
+from cuda.tile.tune import exhaustive_search
+raise SystemExit("it was run")
+def scale(): ...
+"""
+
+
+def test_a_program_is_named_by_its_file_and_not_run(machine, tmp_path, capsys, monkeypatch):
+    """Also where its results were imported, by way of the sample that ships."""
+    search()
+    name = f"{scale._pyfunc.__module__}:scale"
+    program, samples = tmp_path / f"{name.partition(':')[0]}.py", tmp_path / "ships" / "samples"
+    program.write_text(PROGRAM)
+    samples.mkdir(parents=True)
+    assert main(["db", "export", name, "-o", str(samples / "table.json")]) == 0
+    assert main(["db", "export", name, "--landscapes", str(samples)]) == 0
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(data_files, "tuning_db", lambda: tmp_path / "ships")
+        assert main(["db", "import", "sample", "--db", "sample.db"]) == 0
+    of_program, arch = f"{program}:scale", ["--arch", "sm_90"]
+    for words, code, said in (
+        (["explain", of_program, *arch], 0, "measured: this problem was measured"),
+        (["explain", of_program, *arch, "--db", str(tmp_path / "sample.db")], 0, "measured: this problem was measured"),
+        (["show", of_program, "--db", str(tmp_path / "sample.db")], 0, "tile=128"),
+        (["db", "export", of_program], 0, '"tile": 128'),
+        (["tune", of_program, *arch], 2, "run that program with TILEDSCHED_REMEMBER=new"),
+        (["explain", of_program, *arch, "--db", "none.db"], 2, "declares no kernel 'scale'; it declares none"),
+        (["explain", f"{program}:other", *arch], 2, "the file is not run"),
+    ):
+        assert main(words) == code
+        out, err = capsys.readouterr()
+        assert said in out + err
+
+
 @pytest.mark.parametrize("way", ["table", "bundle", "site"])
 def test_what_is_shipped_elsewhere_answers(machine, monkeypatch, tmp_path, way):
     best = search().best
@@ -754,3 +795,50 @@ def test_a_session_of_tilegym_is_answered_in_the_next_process(tmp_path):
     # CPU time, so that other work on the machine does not count; the first search of a process imports what it needs.
     milliseconds = sorted(row[4] for row in again["found"][1:])
     assert milliseconds[len(milliseconds) // 2] < 50
+
+
+DAMAGE = ("abc", -5, float("inf"), None, b"\xff", "[" * 5000, "[3]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "table",
+    [
+        "problems",
+        "schedules",
+        "devices",
+        "toolchains",
+        "entries",
+        "measurements",
+        "builds",
+        "artifacts",
+        "failures",
+        "runs",
+    ],
+)
+def test_damaged_rows_are_left_out_and_measured_again(machine, tmp_path, table):
+    """Whatever stands in a column, the search gives an answer whose times are positive numbers."""
+
+    def fail_one(program):
+        if program.config.tile == 64:
+            raise ValueError("cannot launch 64")
+        return tile_time(program)
+
+    machine.time_us = fail_one
+    search()
+    path, kept = Path(os.environ["TILEDSCHED_DB"]), tmp_path / "whole.db"
+    with TuningDB.open(path) as db:
+        db.back_up(kept)
+    with closing(sqlite3.connect(kept)) as connection:
+        columns = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({table})") if row[6] == 0]
+        assert connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+    for column, value in itertools.product(columns, DAMAGE):
+        for left in (f"{path}-wal", f"{path}-shm"):
+            Path(left).unlink(missing_ok=True)
+        shutil.copy(kept, path)
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection, contextlib.suppress(sqlite3.Error):
+            connection.execute("PRAGMA ignore_check_constraints=ON")
+            connection.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        result = search()
+        assert [each.config.tile for each in result.successes] == [128, 128, 256, 256], (column, value)
+        assert all(0 < each.mean_us < 1e12 for each in result.successes), (column, value)

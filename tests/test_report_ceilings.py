@@ -97,7 +97,7 @@ def test_the_roofline_is_drawn_under_what_was_measured(db):
     lines = roofs(report, one)
     assert max(line["rate"] for line in lines if line["ceiling"] == "measured") == PRODUCT.tflops(1400.0)
     assert {line["ceiling"] for line in lines} == {"measured", "computed"}
-    assert [row["rate"] for row in roofline_rows(one)] == [round(PROBLEM.tflops(1000.0), 2)]
+    assert [row["rate"] for row in roofline_rows(one, {})] == [round(PROBLEM.tflops(1000.0), 2)]
     bare = report_of(db)
     assert "of the ceiling computed" in share_of_ceiling(bare, bare.measured.problems[0])
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections import defaultdict
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from report_samples import PROBLEM, add_modelled, landscape, plain, report_of
 
 from docs.studies.screenshots import PICTURES, described, photograph
 from tiledsched.cli import main
-from tiledsched.report.charts import panel_names
 from tiledsched.report.document import Chart, Explorer, to_html, write_document
+from tiledsched.report.first_screen import opened_on, shown_problems
 from tiledsched.report.text import document
-from tiledsched.report.views import shown_problems, tile_rows
+from tiledsched.report.views import KNOB, listed, pair_rows
 from tiledsched.store.db import TuningDB
 
 pytestmark = pytest.mark.slow
@@ -62,25 +63,68 @@ def test_every_chart_is_drawn_within_the_page(browser, folder, name, scheme, wid
             assert drawn["x"] + drawn["width"] <= room["x"] + room["width"] + 1, place.inner_text()
 
 
-def test_each_panel_stands_under_its_own_problem(browser, folder, reports):  # noqa: F811
-    report = reports[0]
-    problems = [one for one in shown_problems(report) if len(one.tiles) > 1]
-    assert len(problems) == len(CASES)
-    names = panel_names(report, problems)
-    assert len({*names}) == len(names)
+def test_the_first_screen_answers(browser, folder, reports):  # noqa: F811
+    """Whether it was measured stands in line one, the next command in line two, and a chart on the screen, also of a phone."""
+    case = next(block for block in document(reports[0]) if isinstance(block, Explorer))
+    opened_on = case.cases[case.first]
     for width in (1280, 400):
-        with opened(browser, folder / "one.html", width=width) as page:
-            found = texts(page.locator(".chart[data-spec^=chart-tiles]"))
-        heads = {name: next(each for each in found if each["text"] == name.replace("|", "")) for name in names}
-        cells = defaultdict(list)
-        for each in found:
-            if re.fullmatch(r"[0-9]+\.[0-9]+\??", each["text"]):
-                above = [name for name, head in heads.items() if head["y"] < each["y"]]
-                cells[
-                    min(above, key=lambda name: abs(heads[name]["x"] - each["x"]) + each["y"] - heads[name]["y"])
-                ].append(each["text"])
-        for name, one in zip(names, problems, strict=True):
-            assert sorted(cells[name]) == sorted(row["said"] for row in tile_rows(one)), name
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        page.goto((folder / "one.html").as_uri())
+        page.locator(".view[data-view=tile-map] svg").first.wait_for()
+        lines = [page.locator(f".explorer .{name}").bounding_box() for name in ("measured", "next")]
+        assert lines[0]["y"] < lines[1]["y"] < 140
+        words = page.locator(".explorer").inner_text()
+        for said in (
+            opened_on.status,
+            opened_on.next[0].strip("`"),
+            opened_on.title,
+            *(fact[0] for fact in opened_on.facts),
+        ):
+            assert said in words
+        assert page.locator(".view[data-view=tile-map] svg").first.bounding_box()["y"] < 700
+        page.close()
+
+
+def test_a_program_is_shown_in_full_and_its_commands_can_be_run(browser, folder, reports, tmp_path):  # noqa: F811
+    explorer = next(block for block in document(reports[0]) if isinstance(block, Explorer))
+    case = explorer.cases[explorer.first]
+    with opened(browser, folder / "one.html") as page:
+        page.locator(".view[data-view=tile-map] .mark-rect path").nth(1).dispatch_event("click")
+        page.locator(".picked").wait_for()
+        shown, tune, compare = page.locator(".picked code").all_inner_texts()
+    schedule = json.loads(shown)
+    row = {f"{KNOB}{knob}": value for knob, value in schedule.items()}
+    assert any(row.items() <= program.items() for program in case.rows["programs"])
+    for command, words in ((tune, ["tune"]), (compare, ["study", "profile"])):
+        parsed = shlex.split(command)
+        assert parsed[: 1 + len(words)] == ["tiledsched", *words]
+        listed = json.loads(parsed[parsed.index("--candidates") + 1])
+        assert schedule in listed
+        assert main([*parsed[1:], "--db", str(tmp_path / "x.db"), "--help"]) == 0  # the flags exist
+    assert len(listed) == 2
+
+
+def test_the_map_of_two_knobs_is_the_same_in_both_languages(browser, folder, reports):  # noqa: F811
+    """The rows that the page makes of two knobs are those that the report makes."""
+    report = reports[0]
+    one = shown_problems(report)[opened_on(shown_problems(report))]
+    explorer = next(block for block in document(report) if isinstance(block, Explorer))
+    places = listed(one, 10_000)
+    with opened(browser, folder / "one.html") as page:
+        view = page.locator(".view[data-view=pairs]")
+        for pair in (explorer.cases[explorer.first].pair, [f"{KNOB}tile_m", f"{KNOB}occupancy"]):
+            for select, knob in zip(view.locator("select").all(), pair, strict=True):
+                select.select_option(knob)
+            draw_all(page)
+            found = sorted(
+                each["text"]
+                for each in texts(view.locator(".chart"))
+                if re.fullmatch(r"[0-9.]+\.[0-9]+\??", each["text"])
+            )
+            rows = pair_rows(one, [knob.removeprefix(KNOB) for knob in pair], places)
+            assert len(rows) > 1
+            for row in rows:
+                assert row["said"] in found
 
 
 def test_the_reader_chooses_a_problem_and_sees_its_numbers(browser, folder, reports):  # noqa: F811
@@ -98,12 +142,11 @@ def test_the_reader_chooses_a_problem_and_sees_its_numbers(browser, folder, repo
             assert chosen.items() <= case.values.items()
             view = page.locator(".view[data-view=tile-map] .chart")
             found = [each["text"] for each in texts(view)]
-            words = page.locator(".view[data-view=tile-map] .chart").inner_text().replace("\n", " ")
-            assert case.title in words
-            assert case.source in words
+            assert page.locator("h1").inner_text() == case.title
+            assert case.status in page.locator(".explorer .top").inner_text()
             assert {row["said"] for row in case.rows["tiles"]} <= {*found}
             effects = [each["text"] for each in texts(page.locator(".view[data-view=knob-effects] .chart"))]
-            assert {row["said"] for row in case.rows["knobs"]} <= {*effects}
+            assert {row["said"] for row in case.rows["effects"]} <= {*effects}
             seen.add(case.title)
         assert len(seen) == len({case.title for case in wanted}) > 4
 

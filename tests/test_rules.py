@@ -47,8 +47,8 @@ def test_a_rule_has_a_third_part_where_one_is_needed():
     best = {p: "natural" if not p.causal else "swizzled" if p.seq_q <= 1024 else "reversed" for p in PROBLEMS}
     rule = rule_of([timed(p, (best[p],)) for p in PROBLEMS])
     assert rule.text == (
-        "`block_order`: natural where not `causal`; swizzled where `causal` and `seq_q` is up to 1024; "
-        "reversed where `causal` and `seq_q` is from 2048"
+        "`block_order`: natural where not `causal`; swizzled where `causal` and `S` is up to 1024; "
+        "reversed where `causal` and `S` is from 2048"
     )
     assert rule.right == 20
 

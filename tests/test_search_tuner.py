@@ -147,10 +147,16 @@ def recorded():
 
 
 class Watching(Watcher):
-    """Keeps what it was told to be the best so far."""
+    """Keeps the stages, each with its steps and how many are done, and what was the best so far."""
 
     def __init__(self) -> None:
-        self.told = []
+        self.told, self.stages = [], []
+
+    def stage(self, problem, what, total):
+        self.stages.append([what, total, 0])
+
+    def step(self, done):
+        self.stages[-1][2] = done
 
     def best(self, us, schedule):
         self.told.append((us, schedule))
@@ -175,7 +181,12 @@ def test_what_is_near_the_winner_is_settled_at_the_power_cap(db, effort) -> None
     recorded, capped = Recorded(path), Recorded(path.with_name(path.name.replace("burst", "sustained")))
     runner = ReplayRunner(Attention, [*recorded.measurements, *capped.measurements], seed=1)
     near = recorded_space(recorded).limited_to(sorted(recorded.listed, key=recorded.us)[:40])
-    result = tune(recorded, db, runner=runner, space=near, effort=effort, sampler="exhaustive", trials=400)
+    watcher = Watching()
+    result = tune(
+        recorded, db, runner=runner, space=near, effort=effort, sampler="exhaustive", trials=400, watcher=watcher
+    )
+    assert all(done <= total for _, total, done in watcher.stages)
+    assert ("at the power cap" in [what for what, _, _ in watcher.stages]) == (effort == "default")
     stored = {regime: db.measurements(recorded.problem, regime=regime) for regime in ("burst", "sustained")}
     assert stored["burst"]
     assert bool(stored["sustained"]) == (effort == "default")

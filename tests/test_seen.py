@@ -464,8 +464,18 @@ def test_a_folder_may_be_named_and_forgotten(home, kernels, cli):
         f"tiledsched tune --seen {where} --budget 600"
         in said(cli(["show", "--seen", where, "--arch", "sm_90"], devices=list))[0]
     )
+    others = {
+        "a.jsonl": '{"v": 1, "text": "mine"}\n',
+        "b.jsonl": "not JSON\n",
+        "c.jsonl": "",
+        "d.txt": "notes",
+        "e.jsonl": "[]",
+    }
+    for name, text in others.items():
+        (home / "elsewhere" / name).write_text(text)
+    (home / "elsewhere" / "f.jsonl").mkdir()
     assert said(cli(["show", "--seen", where, "--clear"], devices=list))[0] == f"1 file removed from {where}"
-    assert not (home / "elsewhere").exists()
+    assert {path.name for path in (home / "elsewhere").iterdir()} == {*others, "f.jsonl"}
 
 
 def test_damaged_lines_are_counted_and_a_line_fits_the_terminal(home, kernels, cli):

@@ -96,6 +96,7 @@ def test_what_is_no_database_is_refused_and_left_alone(tmp_path):
     ("sql", "match", "to_read"),
     [
         ("CREATE TABLE devices (serial TEXT)", "another program", "holds no tuning database"),
+        ("CREATE TABLE notes (text TEXT)", "another program.*notes", "holds no tuning database"),
         (f"UPDATE {VERSION_TABLE} SET version_num = '9999'", "newer.*upgrade tiledsched", "newer.*upgrade tiledsched"),
         (
             f"ALTER TABLE {VERSION_TABLE} RENAME TO {engines.UNRELEASED_TABLE}",
@@ -103,7 +104,7 @@ def test_what_is_no_database_is_refused_and_left_alone(tmp_path):
             "before its first release",
         ),
     ],
-    ids=["another program's", "newer", "from before the first release"],
+    ids=["another program's", "another's with other names", "newer", "from before the first release"],
 )
 def test_a_database_of_others_is_refused_and_left_alone(tmp_path, sql, match, to_read):
     path = tmp_path / "x.db"
@@ -253,3 +254,85 @@ def test_what_was_committed_survives_a_kill(tmp_path):
             assert promised <= set(db.find_builds("attention", "abc", TOOLCHAIN, "sm_90"))
             assert [run.status for run in runs(db)] == ["running"] + ["interrupted"] * round_
     assert len(promised) > 6
+
+
+# Empty
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_database_without_tables_is_read_as_empty_and_tuned_into(tmp_path, backend, capsys):
+    with new_url(backend, tmp_path) as url:
+        if backend == "file":
+            Path(url).touch()
+        with TuningDB.open(url, read_only=True) as db:
+            assert (db.entries(), db.measurements(), db.check()) == ([], [], [])
+            with pytest.raises(DatabaseError, match="read-only"):
+                db.put_entry(entry())
+        if backend == "file":
+            assert Path(url).stat().st_size == 0
+        for command in (
+            ["show", "softmax"],
+            ["explain", "softmax", "-p", "rows=9,columns=9", "--arch", "sm_90"],
+            ["db", "check"],
+        ):
+            assert main([*command, "--db", str(url)]) == 0, capsys.readouterr().err
+        with TuningDB.open(url) as db:
+            db.put_entry(entry())
+        with TuningDB.open(url, read_only=True) as db:
+            assert len(db.entries()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_processes_that_make_and_read_one_database_at_once_all_succeed(tmp_path, backend):
+    code = """
+    import os, sys
+    from tiledsched.store.db import TuningDB
+    from tiledsched.store.location import database_exists
+    url, children = sys.argv[1], []
+    for place in range(12):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        reads = place % 3 > 0
+        for _ in range(10 if reads else 1):
+            if not reads or database_exists(url):
+                with TuningDB.open(url, read_only=reads) as db:
+                    db.measurements() if reads else db.finish_run(db.start_run({}, "sm_90"))
+        os._exit(0)
+    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+    """
+    with new_url(backend, tmp_path) as url:
+        assert python(code, url).wait(100) == 0
+        with TuningDB.open(url, read_only=True) as db:
+            assert (len(runs(db)), db.check()) == (4, [])
+
+
+# Without end
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_ends_at_its_limit(tmp_path, backend):
+    with new_url(backend, tmp_path) as url:
+        TuningDB.open(url).close()
+        with TuningDB.open(url, read_only=True, limit_s=0.3) as db:
+            began = time.monotonic()
+            with pytest.raises(DatabaseError, match="did not end in time"), db.reading() as session:
+                session.execute(sa.text(ENDLESS)).all()
+            assert time.monotonic() - began < 5
+            assert db.entries() == []
+
+
+def test_what_a_signal_raises_ends_a_query_and_is_raised(tmp_path):
+    with TuningDB.open(tmp_path / "x.db") as db:
+        before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt), db.reading() as session:
+                session.execute(sa.text(ENDLESS)).all()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert db.entries() == []

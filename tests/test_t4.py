@@ -22,7 +22,7 @@ from tiledsched.tuning.resources import Resources, Tools, read_candidates
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 VERSION = {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"}
-# Written from the T4 documents' description (docs/landscapes.md); stricter than the published schema where we can be.
+# Written from the T4 documents' description (docs/database.md); stricter than the published schema where we can be.
 RESULTS_SCHEMA = {
     "type": "object",
     "required": ["schema_version", "results"],

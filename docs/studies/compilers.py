@@ -20,7 +20,8 @@ from tiledsched.build.store import ProgramStore
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.problem_lists import kernel_of, problems_of
+from tiledsched.core.problem_lists import problems_of
+from tiledsched.core.registry import load_kernel
 from tiledsched.measure.runner import Candidate, Runner
 from tiledsched.rivals.rows import OK, BenchRow, append_rows, read_rows
 from tiledsched.serve.entries import load_entries
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.summary:
             rows = read_rows(options.summary)
         else:
-            kernel = kernel_of(options.kernel)
+            kernel = load_kernel(options.kernel)
             rows = read_rows(options.csv) if options.csv and options.csv.exists() else []
             regimes = ("burst", "sustained") if options.regime == "both" else (options.regime,)
             for found in run(

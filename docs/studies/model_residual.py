@@ -21,8 +21,6 @@ RIDGE = 10.0
 """Strength of the pull towards zero: it weighs as much as so many programs as fast as the best."""
 STEEPNESS = 8.0
 """A program weighs (best time / its time) to this power."""
-DEFAULTS = {**PLAIN, "loop_split": False, "latency_k": 0, "latency_v": 0, "qk_ahead": False, "lazy_rescale": False}
-"""Plain values of knobs, which get no coefficient."""
 ALONE = (
     "latency_k",
     "latency_v",
@@ -62,8 +60,9 @@ def features(schedule: Schedule, facts: ResourceFacts) -> list[str]:
     tile = f"tile={schedule['tile_m']}x{schedule['tile_n']}"
     found = [tile, f"{tile} {warps}", f"{tile} {grid}", f"{warps} resident={min(3, facts.ctas_per_sm)}"]
     for knob in (*ALONE, *DEPENDENT):
-        value = schedule.get(knob, DEFAULTS[knob])
-        if value != DEFAULTS[knob]:
+        plain = PLAIN.get(knob, 0)  # read here: the kernel adds its plain values when it is imported
+        value = schedule.get(knob, plain)
+        if value != plain:
             name = f"{knob}={str(value).lower()}"
             found += [name, f"{name} {grid}", f"{name} {warps}"] if knob in DEPENDENT else [name]
     return found

@@ -2,7 +2,7 @@
 `python -m docs.studies.modelled_programs FOLDER --jobs 16 --minutes 8`.
 
 It needs a checkout and the compiler, no GPU and no database. It writes one file for each kind of problem of the shipped
-modelled tables (docs/landscapes.md has the format), and goes on where an earlier run into the same folder stopped. Put the
+modelled tables (docs/database.md has the format), and goes on where an earlier run into the same folder stopped. Put the
 files into `tuning_db/model/KERNEL/`, have the model's estimates written into them (`FOLDER --times`, again after each change of a
 model), and run `python -m tiledsched.store.shipped`.
 
@@ -32,7 +32,7 @@ from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import write_whole
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
-from tiledsched.core.problem_lists import kernel_of
+from tiledsched.core.registry import load_kernel
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
@@ -218,7 +218,7 @@ def with_times(file: BuildFile) -> BuildFile:
     from tiledsched.report.model import plainness  # which needs more than the compiler
 
     first = file.builds[0]
-    kernel = kernel_of(first.kernel)
+    kernel = load_kernel(first.kernel)
     times: dict[str, dict[str, dict[int, float]]] = {}
     for arch in (first.arch, *(name for name in file.alike if name in ARCHS)):
         entries = read_shipped_entries(data_files.tuning_db() / "tables" / first.kernel / f"{arch}.json")
@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kinds = [
             kind
             for name in options.kernels.split(",")
-            for kind in kinds_of(kernel_of(name), options.arch, options.limit)
+            for kind in kinds_of(load_kernel(name), options.arch, options.limit)
             if options.only in f"{name}_{kind.name}"
         ]
         kinds.sort(key=wanted_first)

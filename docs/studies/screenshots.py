@@ -58,7 +58,9 @@ PICTURES = (
 """The README's picture first."""
 
 
-FIRST_WORDS = ".measured, .warning, h1, .answer, .lead, .view:not(.empty) .chart svg text"
+FIRST_WORDS = (
+    ".explorer .measured, .explorer .warning, .next, h1, .facts dt, .facts b, .lead, .view:not(.empty) .chart svg text"
+)
 """What the first screen says: the source, the title, the answer, and the views of one problem."""
 
 

@@ -24,7 +24,7 @@ from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.problem_lists import kernel_of
+from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.count:
             pool.start()
         for arch in options.arch.split(","):
-            for kernel in map(kernel_of, options.kernel.split(",")):
+            for kernel in map(load_kernel, options.kernel.split(",")):
                 table = load_table(load_settings(), kernel=kernel, archs={arch})
                 wanted = [
                     (problem, choices(table, problem, arch))

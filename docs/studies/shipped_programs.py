@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import TiledschedError
-from tiledsched.core.problem_lists import kernel_of
+from tiledsched.core.registry import load_kernel
 from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown
@@ -40,7 +40,7 @@ def shipped(table: Path, compiler: str) -> list[Entry]:
     """The entries of a shipped table that a compiler serves and no device measured, with the schedules that are served."""
     known = for_compiler(read_shipped_entries(table), compiler)
     entries = [each for each in known if each.provenance == "modelled"]
-    space = space_for(table.stem, kernel_of(table.parent.name))
+    space = space_for(table.stem, load_kernel(table.parent.name))
     return [each.replace(schedule=space.complete(each.schedule)) for each in entries]
 
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with Session(arch, jobs=options.jobs) as session:
                 for path in sorted((data_files.tuning_db() / "tables").glob(f"*/{arch}.json")):
                     entries = shipped(path, session.toolchain.tileiras)
-                    builder = session.builder(kernel_of(path.parent.name))
+                    builder = session.builder(load_kernel(path.parent.name))
                     builder.build_for_each(((each.schedule, each.problem) for each in entries), progress=told)
                     cells, bad = row(builder, entries)
                     table.append(cells)

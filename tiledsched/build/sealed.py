@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tiledsched.core.files import read_bounded, write_whole
+from tiledsched.core.config import warn_once
+from tiledsched.core.files import others_may_change, read_bounded, write_whole
 
 log = logging.getLogger("tiledsched")
 Facts = TypeVar("Facts")
@@ -31,22 +32,26 @@ def write_sealed(path: Path, facts: Any, contents: bytes) -> OSError | None:
     rest = json.dumps({**msgspec.to_builtins(facts), "name": path.name}).encode() + b"\n" + contents
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _head(rest) + rest)
+        write_whole(path, _head(rest) + rest, private=True)
     except OSError as error:
         return error
     return None
 
 
 def read_sealed(path: Path, kind: type[Facts]) -> tuple[Facts, bytes] | None:
-    """The facts and the contents of a file. None where there is no file, or it is damaged in any way: then it is removed.
+    """The facts and the contents of a file. None where there is no file, where another user may have written it, and where it is
+    damaged in any way: then it is removed.
 
     Args:
         path: the file.
         kind: the type of its facts. A file with facts of another type is damaged, too.
     """
     try:
+        if why := others_may_change(path):
+            warn_once(f"{path} is not used: {why}; programs in it run as they are")
+            return None
         data = read_bounded(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
     line, _, contents = data[START:].partition(b"\n")
     if not data.startswith(MAGIC):
@@ -63,6 +68,14 @@ def read_sealed(path: Path, kind: type[Facts]) -> tuple[Facts, bytes] | None:
             why = f"what it says of its contents cannot be read: {error!r}"
     discard(path, why)
     return None
+
+
+def is_usable(path: Path) -> bool:
+    """Whether there is a file that no other user may have written."""
+    try:
+        return path.is_file() and not others_may_change(path)
+    except OSError:
+        return False
 
 
 def discard(path: Path, why: str) -> None:

@@ -25,7 +25,7 @@ import msgspec
 
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import carried, check_host, host_arch, host_folder
-from tiledsched.build.sealed import discard, read_sealed, write_sealed
+from tiledsched.build.sealed import discard, is_usable, read_sealed, write_sealed
 from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError
 from tiledsched.core.files import unpacked, user_folder
 
@@ -103,13 +103,13 @@ class ProgramStore:
             ConfigError: the folder cannot be written to, or is full.
         """
         path = self.path(artifact.arch, artifact.fingerprint)
-        error = None if os.path.isfile(path) else write_sealed(path, {}, lzma.compress(artifact.cubin, preset=6))
+        error = None if is_usable(path) else write_sealed(path, {}, lzma.compress(artifact.cubin, preset=6))
         if error:
             raise self._unusable(error) from error
 
     def has(self, arch: str, fingerprint: str) -> bool:
         """Whether the machine code of a schedule is here."""
-        return os.path.isfile(self.path(arch, fingerprint))
+        return is_usable(self.path(arch, fingerprint))
 
     def get(self, arch: str, fingerprint: str) -> Artifact | None:
         """The machine code of a schedule; None where it is not here. A file that is damaged or for other hosts is removed."""

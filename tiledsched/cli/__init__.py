@@ -144,6 +144,8 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
             f"tiledsched: {where}{error.strerror or error}; see that it is there, that you may use it and that it has room"
         )
         return 2
+    except ImportError:
+        raise
     except Exception as error:
         if mistake := blame.mistake_of(error):
             note(f"tiledsched: {mistake}; correct it there")

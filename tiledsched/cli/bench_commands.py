@@ -50,7 +50,12 @@ rounds_option = option(
 regime_option = option(
     "--regime", type=REGIMES, default="burst", help="at full clocks, or at the power cap (default: burst)"
 )
-budget_option = option("--budget", type=Seconds(), metavar="SECONDS", help="stop after this long (default: no limit)")
+budget_option = option(
+    "--budget",
+    type=Seconds(),
+    metavar="SECONDS",
+    help="stop after this long, all problems together (default: no limit)",
+)
 summary_flag = option("--summary", is_flag=True, help="measure nothing: write the tables of what the folder holds")
 
 
@@ -86,7 +91,7 @@ def only_attention(kernel: KernelClass, study: str, other: str) -> None:
     "--csv",
     type=FILE,
     metavar="FILE",
-    help="also write the rows to this file, problem by problem; what it holds already is not measured again",
+    help="also write the rows to this file; what it holds already is not measured again",
 )
 @option("--verify", is_flag=True, help="check that the machine code that runs is the one that was measured")
 @option(
@@ -117,7 +122,7 @@ def bench(
 
     \b
     tiledsched bench -p B=4,H=16,S=4096,D=64:128 --csv rows.csv
-    tiledsched bench --summary rows.csv
+    tiledsched bench --summary rows.csv     # needs no GPU
     """
     from tiledsched.cli.bench_summary import summarise, to_markdown
     from tiledsched.ops.bench import bench_here
@@ -148,7 +153,7 @@ def bench(
 
 @command("paper")
 @kernel_argument
-@out_option("paper", "folder to write to; run again, it goes on where it stopped (default: paper)")
+@out_option("paper", "folder, where a second run goes on (default: paper)")
 @methods_option
 @regime_option
 @rounds_option
@@ -170,12 +175,13 @@ def paper(
 ) -> None:
     """Repeat the TiledAttention paper's evaluation on this GPU.
 
-    It times 80 problems of attention against torch's backends, attention in torch operators and Triton, races the tile
-    sizes, and writes the paper's tables and figures.
+    It times 80 problems of attention (S 512 to 8192, D 64 to 160, both 16-bit types, with and without a mask) against torch's
+    backends, attention in torch operators and Triton, races the tile sizes, and writes tables 3 and 4 and figures 3 to 7 of
+    Khan 2026 (arXiv 2603.01960), with a page that sums up.
 
     \b
     tiledsched study paper
-    tiledsched study paper --summary      # only the tables and figures
+    tiledsched study paper --summary      # only tables and figures, without a GPU
     """
     from tiledsched.studies.evaluation.run import run_evaluation, write_pages
 
@@ -203,7 +209,7 @@ def paper(
 @command("ladder")
 @kernel_argument
 @problem_options
-@out_option("ladder", "folder to write to; run again, it goes on where it stopped (default: ladder)")
+@out_option("ladder", "folder, where a second run goes on (default: ladder)")
 @regime_option
 @rounds_option
 @budget_option
@@ -227,11 +233,13 @@ def ladder(
 ) -> None:
     """Climb from a naive attention kernel to the tuned one.
 
-    Each edit on the way is measured, over sequence lengths.
+    Each edit on the way is checked against float64 and measured, over sequence lengths, all in one interleaved run. The page
+    says what each adds and gains, beside NVIDIA's published figures for problems of its cuTile playbook. by_target.py holds
+    tiles and hints of each arch to paste beside a kernel of your own, each marked as measured or modelled.
 
     \b
     tiledsched study ladder
-    tiledsched study ladder --targets     # the hints of every arch
+    tiledsched study ladder --targets     # only tiles and hints, without a GPU
     """
     from tiledsched.ops.bench import bench_here
     from tiledsched.rivals.rows import read_rows
@@ -299,8 +307,8 @@ def ablation(
 ) -> None:
     """Measure what each knob of the tuned schedule is worth.
 
-    A ladder leads from the plain schedule to the tuned one, a group of knobs at a time, the largest gain first; then
-    the tuned schedule is measured with each knob turned back.
+    A ladder leads from the plain schedule to the tuned one, the largest gain first; then the tuned schedule is measured with
+    each knob turned back.
 
     \b
     tiledsched study ablation -p B=4,H=16,S=4096,D=128
@@ -366,6 +374,9 @@ def profile(
     arch: str | None,
 ) -> None:
     """Compare methods' use of the GPU under Nsight Compute, or two schedules' machine code.
+
+    It shows duration, throughput, occupancy, registers, spills, what warps wait for, and the bytes through L2 and DRAM beside
+    the least possible.
 
     \b
     tiledsched study profile -p B=4,H=32,S=4096,D=128 -o profiles

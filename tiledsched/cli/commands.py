@@ -42,7 +42,7 @@ root = CommandGroup(
             result_commands.compare,
         ],
         "Compare with other implementations": [bench_commands.bench, bench_commands.study],
-        "Use them": [machine_commands.warmup, machine_commands.doctor],
+        "Use them": [machine_commands.warmup, machine_commands.doctor, machine_commands.trust_file],
         "Many GPUs and hosts": [fleet_commands.fleet],
         "Database": [db_commands.db],
     },

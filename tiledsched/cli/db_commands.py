@@ -25,6 +25,7 @@ from tiledsched.cli.app import (
     option,
 )
 from tiledsched.cli.output import note, print_table
+from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, FailureKind
 from tiledsched.core.files import csv_cell
 from tiledsched.core.text import plural
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 OURS = "tiledsched"
 """The format of a landscape that holds every measurement."""
 FORMATS = (OURS, "t4", "kernel-tuner-cache")
+SAMPLE = "sample"
+"""The word for the remembered search that ships in `tuning_db/samples`. Nothing is served from there."""
 SQLITE = b"SQLite format 3\0"
 """How every SQLite file begins."""
 
@@ -110,12 +113,13 @@ def _export_landscapes(
     nargs=-1,
     required=True,
     metavar="SOURCE...",
-    help="tables, landscapes (JSON or T4), or databases, by file or URL",
+    help=f"tables, landscapes (JSON or T4), or databases, by file or URL; or `{SAMPLE}`: a remembered search that ships",
 )
 def bring_in(run: Invocation, sources: tuple[str, ...]) -> None:
     """Take in tables, landscapes and other databases.
 
-    For each problem the entry with the stronger evidence stays.
+    For each problem the entry with the stronger evidence stays. Where measurements contradict what is served, the command
+    that decides is printed.
 
     \b
     tiledsched db import from_a_friend.json landscapes/*.json.xz
@@ -127,9 +131,23 @@ def bring_in(run: Invocation, sources: tuple[str, ...]) -> None:
 
     result = MergeResult()
     with run.open_db() as db:
-        for source in sources:
+        for source in itertools.chain.from_iterable(map(_named_files, sources)):
             result += merge_database(db, source) if _is_database(source) else import_table(db, source)
     run.print(result.to_json(), lambda: print_merged(result))
+
+
+def _named_files(source: str) -> list[str]:
+    """The files that a word names: those of the sample, or the word itself.
+
+    Raises:
+        ConfigError: it names the sample, and none ships.
+    """
+    if source != SAMPLE or os.path.exists(source):
+        return [source]
+    files = sorted(map(str, (data_files.tuning_db() / "samples").glob("*.json*")))
+    if not files:
+        raise ConfigError("no sample ships with this version; name a file, or a database by its URL")
+    return files
 
 
 def _is_database(source: str) -> bool:
@@ -161,7 +179,7 @@ def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: floa
 
     \b
     tiledsched db query
-    tiledsched db query "select * from attention limit 5" --csv
+    tiledsched db query "select * from attention where D = 128" --csv
     """
     from tiledsched.store.sql import run_query, tables
 

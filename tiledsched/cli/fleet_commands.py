@@ -117,7 +117,8 @@ def run_fleet(
     """Tune, record, refresh or bench on many GPUs and hosts.
 
     Every problem is leased to one worker at a time, through the database. A worker, a host or this command may die:
-    the same command goes on with the campaign. Exit code 1 if a problem could not be done.
+    the same command goes on with the campaign. Flags of the command that is run stand beside these. Exit code 1 if a problem
+    could not be done.
 
     \b
     tiledsched fleet run tune --suite llama

@@ -13,9 +13,11 @@ from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, ke
 from tiledsched.cli.output import note, print_wrapped
 from tiledsched.cli.problems import named_problems, read_variants
 from tiledsched.cli.seen_flag import archs_of, by_kernel, seen_option, select
+from tiledsched.core.config import PROJECT_FILE
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.trust import trust
 from tiledsched.store.records import BuildRecord, Entry
 
 if TYPE_CHECKING:
@@ -63,11 +65,14 @@ def warmup(
     campaign: str | None,
     jobs: int | None,
 ) -> int:
-    """Compile ahead what is served, so that no program has to.
+    """Compile ahead what is served, so that no call has to wait.
 
-    That is what the tuned table serves for its own problems, or for those named. The machine code goes to the cache folder,
-    where every process of this user finds it, or with -o to a file that the variable TILEDSCHED_BUNDLE names on another machine.
-    No GPU is needed. Exit code 1 if something would not build.
+    That is what the tuned table serves for its own problems, or for those named, tuned or not. The machine code goes to the
+    cache folder, where every process of this user finds it, or with -o to a file that the variable TILEDSCHED_BUNDLE names on
+    another machine. No GPU is needed. Exit code 1 if something would not build; the rest is written.
+
+    With --also, problems unlike those are added. For attention: any-length (key lengths that no tile divides), decode (one query
+    row that sees every key), dtype=bfloat16 and group=1:4 (query heads for each key head) in place of the tuned ones.
 
     \b
     tiledsched warmup
@@ -168,6 +173,27 @@ def _done_by(run: Invocation, campaign: str, entries: list[Entry]) -> list[Entry
         leases = Leases(db)
         done = {(problem, arch) for problem, arch, _, _ in leases.results(leases.campaign(campaign).id)}
     return [entry for entry in entries if (entry.problem, entry.arch) in done]
+
+
+@command("trust")
+@click.argument("file", required=False, default=PROJECT_FILE, type=click.Path(path_type=Path), metavar="[FILE]")
+@option("--revoke", is_flag=True, help="trust it no longer")
+def trust_file(run: Invocation, file: Path, revoke: bool) -> int:
+    """Let tiledsched.toml in this folder say where things go.
+
+    Such a file may come from anybody. It names what is served and searched, but a server, or a file or folder outside its own
+    folder, only once you trust it, as it is: a change has to be trusted again.
+
+    \b
+    tiledsched trust
+    tiledsched trust --revoke
+    """
+    listed = trust(file, revoke=revoke)
+    run.print(
+        {"file": str(file), "trusted": not revoke, "list": str(listed)},
+        f"{file} is {'no longer trusted' if revoke else 'trusted as it is'} ({listed})",
+    )
+    return 0
 
 
 @command("doctor")

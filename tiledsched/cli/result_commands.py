@@ -75,8 +75,9 @@ def show(
 ) -> None:
     """List what is tuned, and how it is known.
 
-    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch. With --seen: what your
-    programs called, by what tuning it would win.
+    Without a filter: for the GPU here. Where there is none, a summary by kernel and arch; name a filter to list the entries,
+    a line for each where they are piped. With --seen: what your programs called, by what tuning it would win. With
+    --landscapes: what was measured, and what the winner of one regime costs in the other.
 
     \b
     tiledsched show
@@ -234,6 +235,8 @@ def explain(
 ) -> None:
     """Say which schedule a problem is served with, and why.
 
+    It names where the schedule comes from, what it was compared with, and the rivals that were timed beside it.
+
     \b
     tiledsched explain -p B=4,H=16,S=4096,D=128 --arch h200
     tiledsched explain matmul -p m=512,n=4096,k=4096
@@ -284,6 +287,8 @@ def report(
     pdf: bool,
 ) -> None:
     """Write a report, with charts, on how much each knob matters.
+
+    It is one HTML page, and the same as Markdown, charts and CSV files. It reads your database together with what ships.
 
     \b
     tiledsched report
@@ -385,12 +390,19 @@ def compare(
 ) -> int:
     """Say what became faster or slower from A to B.
 
-    Exit code 1 if anything became slower.
+    What is served is compared, or where nothing is served the fastest measured program; regimes and accuracy classes are never
+    mixed. A problem is slower or faster if the ratio of the times is beyond --threshold and their 95% intervals are apart; the
+    same if the ratio's whole interval is within it; else tied, with the command that measures it again. Times of the
+    performance model make it estimated.
+
+    Programs with the same machine code on both sides are counted apart: they show how far the two machines or days differ (two
+    GPUs of one model: up to 3.5%). The last line is made for CI. Exit code 1 if anything became slower.
 
     \b
-    tiledsched compare before.db after.db
-    tiledsched compare 13.4 13.5 -o comparison
-    tiledsched compare before after
+    tiledsched compare before.db after.db        # or tables, landscapes, shipped
+    tiledsched compare 13.4 13.5 -o comparison   # two compilers
+    tiledsched compare before after              # your last tune
+    tiledsched compare fleet.db@H100 fleet.db@H200
     """
     from tiledsched.report.compare import compare as compare_sides
     from tiledsched.report.comparison_page import write_comparison

@@ -83,6 +83,11 @@ def print_tuned(report: results.TuneReport, replayed: str = "") -> None:
             "" if result.candidates is None else _candidates(result.candidates),
             f"clock held down {result.held_down}" if result.held_down else "",
         )
+    if report.left:
+        print()
+        print_wrapped(
+            f"{text.plural(len(report.left), 'problem')} not tuned: {text.joined(sorted(set(report.left.values())))}"
+        )
     if any(result.held_down for result in report.results):
         print()
         print_wrapped(LOW_CLOCK)

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     multiple=True,
     type=FILE,
     metavar="FILE",
-    help="rehearse: compile, measure and store nothing, take programs and times from this recorded landscape. May be repeated",
+    help="rehearse on this recorded landscape, such as those in tuning_db/landscapes, without a GPU or a compiler; nothing is "
+    "stored. May be repeated",
 )
 def tune(
     run: Invocation,
@@ -66,12 +67,16 @@ def tune(
     replay: tuple[str, ...],
     **options: Any,
 ) -> int:
-    """Find the best schedules, and serve them from now on.
+    """Find the best schedule of each problem, and serve it from now on.
 
-    Schedules are measured where a GPU of the arch is present. Without one they are built, and a performance model ranks
-    them. What is served today always takes part, and is replaced only by what is measured to be faster.
+    Schedules are measured where a GPU of the arch is present. Without one a performance model ranks them, and the result is
+    called modelled. What is served today always takes part, and is replaced only by what is measured to be faster. A
+    second run reuses what the first built and measured.
 
-    With --seen, every problem that your programs called first races rivals, and then the most worthwhile are searched.
+    With `--effort quick`, at most 16 programs of each problem are measured and 8 of them race for the decision; with `default`
+    64 and 16, with `thorough` 192 and 24 (without a GPU, 16, 64 or all schedules are built). `race` searches nothing: what
+    is served today races the default and the rivals. With --seen, every problem gets such a race before the most worthwhile
+    are searched.
 
     \b
     tiledsched tune
@@ -94,6 +99,11 @@ def tune(
         selected = select(run, seen, kernel=kernel, archs=[arch], filters=problem, suite=suite)
         return _tune_seen(run, selected, chosen, jobs, report)
     wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
+    if chosen.budget_s is not None and chosen.budget_s < SHORT_BUDGET_S:
+        note(
+            f"tiledsched: a budget of {chosen.budget_s:g} s is short: of the first problem the default and what is served are "
+            "built in any case, which takes about 5 s on an idle CPU"
+        )
     with TuneProgress(len(wanted), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
     files = result_commands.written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
@@ -105,6 +115,11 @@ def tune(
         tuned_output.print_report(files)
     print_next(_next_steps(run, found, {"arch": arch, "report": report, "db": run.db, **options}))
     return 0
+
+
+SHORT_BUDGET_S = 10.0
+"""With a shorter budget, hardly more is built than must be. On two idle CPUs a tune of attention that built one program took
+5.4 s; 2.5 s of CPU time are the compiler's."""
 
 
 def _tune_seen(run: Invocation, found: Seen, chosen: TuneOptions, jobs: int | None, report: str | None) -> int:
@@ -203,11 +218,11 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
 def check(
     run: Invocation, kernel: KernelClass, problem: tuple[str, ...], suite: str | None, arch: str, **options: Any
 ) -> int:
-    """Compute on the CPU, and compare with the kernel's reference.
+    """Run a kernel on the CPU, and compare it with its reference.
 
     Every output of every schedule is compared, on random and on adversarial inputs. No GPU and no compiler is needed.
-    Without -p and --suite, sizes follow from the tiles that each schedule takes: some tiles and the rest of one. Exit code
-    1 if a result is wrong.
+    Without -p and --suite, sizes follow from the tiles that each schedule takes: several whole tiles, and a part of one.
+    What could not run is listed as `not run`, with the reason. Exit code 1 if a result is wrong, or if nothing ran.
 
     \b
     tiledsched check my_kernel.py:MyKernel
@@ -251,6 +266,7 @@ def record(
     interrupted goes on where it stopped.
 
     \b
+    tiledsched record -p B=4,H=32,S=4096,D=64 --build-only   # needs no GPU
     tiledsched record -p B=4,H=32,S=4096,D=64 -o landscapes
     """
     chosen = RecordOptions.from_mapping(options, "record")
@@ -297,9 +313,11 @@ def refresh(
 ) -> None:
     """Bring what is served up to date with the compiler here.
 
-    What was measured is built again, with the compiler and the kernel source here. Where the machine code is the same,
-    its evidence is kept; where it is not, the problem is raced again on the GPU it was measured on. Without that GPU
-    nothing is raced, and nothing that is served changes.
+    What was measured, by you or by this package's authors, is built again with the compiler and the kernel source here. Where
+    the machine code is the same, its evidence is kept; where it is not, the problem is raced again on the GPU it was
+    measured on. Rivals that were not timed in this version are timed. Without that GPU nothing is raced, and nothing that is
+    served changes. A new compiler may change the numbers that a schedule computes; whether it did is said for each problem
+    that was raced.
 
     \b
     tiledsched refresh

@@ -1,21 +1,22 @@
 """Settings: flags beat `configure`, which beats environment variables (`TILEDSCHED_*`), which beat TOML files.
 
 Of those the project's, `tiledsched.toml` in the working directory, beats the user's, `config.toml` in the user's
-configuration directory. Both hold the setting names of :data:`SETTINGS` as top-level keys, and knob overrides in a table
-`[knobs]`.
+configuration directory. Until the user trusts it (:mod:`tiledsched.core.trust`), a project's file names no servers, and no places
+outside its folder. Both hold the setting names of :data:`SETTINGS` as top-level keys, and knob overrides in a table `[knobs]`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import data_files
+from tiledsched.core import data_files, trust
 from tiledsched.core.blame import did_you_mean
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import kind_of_file, read_toml, user_folder
@@ -169,16 +170,31 @@ def load_settings(
                     f"{path} names the cache, whose programs run as they are, and a file that lies in the working directory "
                     f"does not choose what code runs; set {PREFIX}CACHE, or write it into {user}"
                 )
+            value = check_setting(name, value, str(path))
+            if path == project and (what := trust.outside(name, value, path)) and not trust.is_trusted(path):
+                warn_once(
+                    f"{path} sets {name} to {what}, which is ignored until you trust it as it is: `tiledsched trust`, or set "
+                    f"{PREFIX}{name.upper()}"
+                )
+                continue
             take(name, value, str(path))
-    for variable, text in environ.items():
+    for variable, text in sorted(environ.items()):
         if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and text != "":
-            take(variable.removeprefix(PREFIX).lower(), text, variable)
+            name = variable.removeprefix(PREFIX)
+            is_lower = name.lower() in SETTINGS or name.lower() in knob_kinds() or name not in knob_kinds()
+            take(name.lower() if is_lower else name, text, variable)
     for name, value in _configured.items():
         take(name, value, "configure")
     for name, value in (flags or {}).items():
         if value is not None:
             take(name, value, f"--{name.replace('_', '-')}")
     return Settings(**values, knobs=knobs, sources=sources)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn of something, once in the life of this process."""
+    logging.getLogger("tiledsched").warning("%s", message)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -51,6 +51,10 @@ class MissingPackageError(TiledschedError, ImportError):
     """A package that is needed is not installed, or cannot be imported. The message ends with the command that installs it."""
 
 
+class CompressedFileError(TiledschedError, RuntimeError):
+    """A file is compressed and should not be. The message says how, and how to unpack it."""
+
+
 class DatabaseError(TiledschedError, RuntimeError):
     """The tuning database cannot be opened, is newer than this program, or is damaged."""
 

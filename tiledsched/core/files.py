@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.errors import CompressedFileError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -38,6 +40,18 @@ SMALL_FILE_BYTES = 1 << 18
 """Bytes that a compiler needs at least for a program and its machine code."""
 MOST_TYPED = 1 << 22
 """Most bytes of a file that people write by hand: settings, a search space, a list of candidates."""
+
+XZ = b"\xfd7zXZ\0"
+COMPRESSED = {
+    b"\x1f\x8b": "gunzip -k",
+    b"BZh": "bunzip2 -k",
+    XZ: "unxz -k",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+    b"\x04\x22\x4d\x18": "unlz4",
+    b"PK\3\4": "unzip",
+    b"7z\xbc\xaf": "7z x",
+}
+"""How compressed files begin -> the command that unpacks such a file."""
 
 _ODD = re.compile(r"[^\n\t -~]")
 _FORMULA = re.compile(r"'*[=+@\t-].", re.DOTALL)
@@ -109,15 +123,28 @@ def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     return bytes(data)
 
 
+def check_plain(path: str | os.PathLike[str], data: bytes) -> bytes:
+    """What was read from a file that must not be compressed.
+
+    Raises:
+        CompressedFileError: it is.
+    """
+    unpack = next((command for magic, command in COMPRESSED.items() if data.startswith(magic)), "")
+    if unpack:
+        raise CompressedFileError(f"{os.fspath(path)} is compressed; unpack it first: {unpack} {os.fspath(path)}")
+    return data
+
+
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The contents of a TOML file that people write by hand.
 
     Raises:
         OSError: the file cannot be read, or is larger than any such file.
         ValueError: the file is not valid TOML. The message says where.
+        CompressedFileError: the file is compressed.
     """
     try:
-        return tomllib.loads(read_bounded(path, MOST_TYPED).decode("utf-8"))
+        return tomllib.loads(check_plain(path, read_bounded(path, MOST_TYPED)).decode("utf-8"))
     except RecursionError as error:
         raise ValueError(str(error)) from error
 
@@ -198,8 +225,21 @@ def csv_text(
     return text.getvalue()
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Write a temporary file and rename it, so that readers see the old contents or the new. Text is written as UTF-8.
+def others_may_change(path: str | os.PathLike[str]) -> str:
+    """By whom, other than this user and root, a file may have been written, in words; empty where by nobody.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    status = os.stat(path)
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to another user ({status.st_uid})"
+    return f"others may write it (mode {stat.S_IMODE(status.st_mode):o})" if status.st_mode & 0o022 else ""
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes | str, *, private: bool = False) -> None:
+    """Write a temporary file and rename it, so that readers see the old contents or the new. Text is written as UTF-8. A file
+    that there was keeps its mode, unless it is `private`, which only this user may write.
 
     Raises:
         OSError: the file cannot be written. The old contents are still there, and no temporary file is left.
@@ -211,8 +251,9 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
         return
     partial = partial_path(target)
     try:
+        partial.touch(0o644 if private else 0o666)
         partial.write_bytes(data)
-        if os.path.exists(target):
+        if os.path.exists(target) and not private:
             shutil.copymode(target, partial)
         os.replace(partial, target)
     except BaseException:

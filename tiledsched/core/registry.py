@@ -156,10 +156,10 @@ def load_kernel(where: str | KernelClass) -> KernelClass:
     is_file = place.endswith(".py") or os.path.isfile(path)
     classes, others = declared_names(path) if is_file else ((), None)
     if others is not None and class_name not in (*classes, *others):
-        there = f"; its classes are {', '.join(classes)}" if classes else ""
+        there = ", ".join(classes) or "none: a kernel is a subclass of ts.Kernel"
         raise ConfigError(
-            f"{place} declares no kernel {class_name!r}, and is not run{there}{did_you_mean(class_name, classes)}; a kernel is a "
-            "subclass of ts.Kernel"
+            f"{place} declares no kernel {class_name!r}; it declares {there}{did_you_mean(class_name, classes)}; the file is not "
+            "run to look for more"
         )
     module = _load_file(path) if is_file else _load_module(place)
     found = getattr(module, class_name, None)

@@ -1,7 +1,7 @@
 """Arithmetic as a GPU's compiler may choose it: a product and a sum as one operation, and numbers near zero as zero.
 
 cuTile's compiler makes one fused multiply-add of a product that is then added or subtracted, so that the product is not rounded.
-docs/interpreter.md says which products, and how that was seen.
+tests/test_interpreter_arithmetic.py reads from PTX which products those are; docs/check.md tells it to users.
 """
 
 from __future__ import annotations

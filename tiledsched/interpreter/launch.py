@@ -106,7 +106,7 @@ class InterpretedLaunch(DispatchMode):
                 return target(*args, **kwargs)
             name = _name(target)
             raise UnsupportedOperationError(
-                f"{name} is not supported by the interpreter; docs/interpreter.md lists what is", operation=name
+                f"{name} is not supported by the interpreter (docs/check.md)", operation=name
             )
         try:
             if kwargs and not kwargs.keys() <= KEYWORDS.get(target, kwargs.keys()):

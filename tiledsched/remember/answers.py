@@ -5,24 +5,26 @@ every other result.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
 
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.core.config import Settings
+from tiledsched.core.config import Settings, warn_once
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.remember.description import MARK, Call, Grid
+from tiledsched.store.limit import READ_TIMEOUT_S, Limit
 from tiledsched.store.location import database_exists, database_file, location, site_location
 
 if TYPE_CHECKING:
@@ -64,6 +66,80 @@ SELECT p.id, p.dims FROM problems p WHERE p.kernel = :kernel ORDER BY p.id
 PLACES = """
 SELECT DISTINCT e.arch, e.device_name FROM entries e WHERE e.kernel = :kernel AND e.provenance = 'measured'
 """
+
+
+Microseconds = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
+
+
+class ServedRow(NamedTuple):
+    """A row of :data:`SERVED`."""
+
+    schedule: str
+    source: str
+    source_hash: str
+    measurement: int | None
+
+
+class MeasuredRow(NamedTuple):
+    """A row of :data:`MEASURED`."""
+
+    schedule: str
+    median_us: Microseconds
+    ci_low_us: Microseconds
+    ci_high_us: Microseconds
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+    checked: int | bool
+    run: int | None
+
+
+class BuiltRow(NamedTuple):
+    """A row of :data:`BUILT`."""
+
+    schedule: str
+    problem_class: str
+    fingerprint: str | None
+    failure: FailureKind | None
+    message: str | None
+
+
+class FailedRow(NamedTuple):
+    """A row of :data:`FAILED`."""
+
+    schedule: str
+    failure: FailureKind
+    message: str | None
+    command: dict[str, Any]
+
+
+class ProblemRow(NamedTuple):
+    """A row of :data:`PROBLEMS`."""
+
+    number: str
+    dims: dict[str, Any]
+
+
+Row = TypeVar("Row", ServedRow, MeasuredRow, BuiltRow, FailedRow, ProblemRow)
+
+
+class Rows:
+    """The rows of queries on one database. Rows that are not what the store writes are skipped, and counted in `skipped`.
+
+    Args:
+        run: runs a query with named values.
+    """
+
+    def __init__(self, run: Callable[[str, Mapping[str, Any]], Iterable[Any]]) -> None:
+        self._run, self.skipped = run, 0
+
+    def read(self, kind: type[Row], query: str, words: Mapping[str, Any]) -> Iterator[Row]:
+        """The rows of a query. Of the last column's JSON an SQLite file gives the text."""
+        for row in self._run(query, words):
+            try:
+                *others, last = row
+                of_json = kind in (FailedRow, ProblemRow) and isinstance(last, str)
+                yield msgspec.convert((*others, json.loads(last) if of_json else last), kind)
+            except (ValueError, RecursionError, msgspec.ValidationError):
+                self.skipped += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,48 +247,47 @@ class AnswerStore:
 
     def _read_rows(self, url: str | None) -> Answers:
         call = self._call
-        with _queries(url) as rows:
-            stored = (
-                (number, json.loads(dims) if isinstance(dims, str) else dims)
-                for number, dims in rows(PROBLEMS, self._words)
-            )
-            problem = self._of_this_call(stored)
+        with _queries(url) as run:
+            rows = Rows(run)
+            problem = self._of_this_call(rows.read(ProblemRow, PROBLEMS, self._words))
             if problem is None:
                 return Answers()
             found, words = Answers(problem=problem), {**self._words, "problem": problem.id}
-            for schedule, source, source_hash, number in rows(SERVED, words):
-                if source_hash == call.source:
-                    found.winner, found.entry = schedule, (schedule, source, source_hash, number)
-                    found.space = source.rpartition(SPACE)[2]
-                else:  # of other code: it is replaced
-                    found.entry = (schedule, source, source_hash, number)
-            for schedule, median, low, high, samples, checked, run in rows(MEASURED, words):
-                found.times[schedule] = StoredTime(
-                    median_us=median,
-                    ci_low_us=low,
-                    ci_high_us=high,
-                    samples=samples,
-                    checked=bool(checked),
-                    imported=run is None,
+            for served in rows.read(ServedRow, SERVED, words):
+                found.entry = tuple(served)
+                if served.source_hash == call.source:  # else of other code: it is replaced
+                    found.winner, found.space = served.schedule, served.source.rpartition(SPACE)[2]
+            for taken in rows.read(MeasuredRow, MEASURED, words):
+                found.times[taken.schedule] = StoredTime(
+                    median_us=taken.median_us,
+                    ci_low_us=taken.ci_low_us,
+                    ci_high_us=taken.ci_high_us,
+                    samples=taken.samples,
+                    checked=bool(taken.checked),
+                    imported=taken.run is None,
                 )
             classes = {grid: class_of(problem, grid).id for grid in set(call.grids)}
             here = {each: classes[call.grids[place]] for each, place in call.places.items()}
             built = BUILT.format(classes=", ".join(f"'{each}'" for each in sorted(classes.values())))  # hex digits
-            for schedule, where, fingerprint, kind, message in rows(built, words):
-                if here.get(schedule, where) != where:
+            for build in rows.read(BuiltRow, built, words):
+                if here.get(build.schedule, build.problem_class) != build.problem_class:
                     continue  # launched with another grid once
-                if fingerprint:
-                    found.programs[schedule] = where, fingerprint
-                    found.failures.pop(schedule, None)
-                elif kind not in PASSING:
-                    found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
-            for schedule, kind, message, command in rows(FAILED, words):
-                options = json.loads(command) if isinstance(command, str) else command
-                same = all(options.get(word) == words[word] for word in ("source", "compiler"))
-                time = found.times.get(schedule)
-                if same and kind not in PASSING and (time is None or (kind == WRONG and not time.checked)):
-                    found.times.pop(schedule, None)
-                    found.failures[schedule] = Failure(kind=FailureKind(kind), message=message or "")
+                if build.fingerprint:
+                    found.programs[build.schedule] = build.problem_class, build.fingerprint
+                    found.failures.pop(build.schedule, None)
+                elif build.failure and build.failure not in PASSING:
+                    found.failures[build.schedule] = Failure(kind=build.failure, message=build.message or "")
+            for failed in rows.read(FailedRow, FAILED, words):
+                same = all(failed.command.get(word) == words[word] for word in ("source", "compiler"))
+                time = found.times.get(failed.schedule)
+                passing = failed.failure in PASSING
+                if same and not passing and (time is None or (failed.failure == WRONG and not time.checked)):
+                    found.times.pop(failed.schedule, None)
+                    found.failures[failed.schedule] = Failure(kind=failed.failure, message=failed.message or "")
+        if rows.skipped:
+            warn_once(
+                f"{rows.skipped} stored results in {location(url)} are damaged and left out; `tiledsched db check` names them"
+            )
         for schedule in found.times.keys() - found.programs.keys():
             if not found.times[schedule].imported:  # launched with another grid
                 del found.times[schedule]
@@ -225,9 +300,10 @@ class AnswerStore:
             mark = dims.get(MARK)
             if isinstance(mark, str) and self._call.has_mark(mark):
                 values = {name: tuple(each) if isinstance(each, list) else each for name, each in sorted(dims.items())}
-                problem = Problem(self._call.kernel, values)
-                if problem.id == number:
-                    return problem
+                with contextlib.suppress(TypeError, ValueError, RecursionError):  # no values of a problem
+                    problem = Problem(self._call.kernel, values)
+                    if problem.id == number:
+                        return problem
         return None
 
     def _read_bundle(self) -> Answers:
@@ -266,7 +342,7 @@ class AnswerStore:
         """
         try:
             self._write(found, before)
-        except (DatabaseError, OSError) as error:
+        except (DatabaseError, OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             warn_once(f"the results cannot be stored, and will be measured again: {error}")
             return Answers()
         return self._read_database(self._settings.db)
@@ -368,7 +444,7 @@ def _queries(url: str | None) -> Iterator[Any]:
 
         from tiledsched.store.db import TuningDB
 
-        with TuningDB.open(url, read_only=True) as db, db.reading() as session:
+        with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db, db.reading() as session:
 
             def run(query: str, words: Mapping[str, Any]) -> Any:
                 used = {word: value for word, value in words.items() if f":{word}" in query}
@@ -378,14 +454,9 @@ def _queries(url: str | None) -> Iterator[Any]:
         return
     file = Path(path).absolute()
     sealed = not os.access(file.parent, os.W_OK) and not os.path.exists(f"{file}-wal")
-    connection = sqlite3.connect(f"{file.as_uri()}?{'immutable=1' if sealed else 'mode=ro'}", uri=True, timeout=5)
-    try:
-        yield lambda query, words: connection.execute(query, dict(words)).fetchall()
-    finally:
-        connection.close()
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warn of something once in the life of this process."""
-    log.warning(message)
+    options, limit = "immutable=1" if sealed else "mode=ro", Limit(READ_TIMEOUT_S)
+    with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?{options}", uri=True, timeout=5)) as connection:
+        limit.watch(connection)
+        limit.begin()
+        with limit.explaining():
+            yield lambda query, words: connection.execute(query, dict(words)).fetchall()

@@ -105,9 +105,10 @@ def stored_kernel(name: str, url: str | os.PathLike[str] | None) -> KernelClass 
     from sqlalchemy import select, union
 
     from tiledsched.store.db import TuningDB
+    from tiledsched.store.limit import READ_TIMEOUT_S
     from tiledsched.store.models import BuildRow, EntryRow, MeasurementRow, ProblemRow, ScheduleRow
 
-    with TuningDB.open(url, read_only=True) as db, db.reading() as session:
+    with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db, db.reading() as session:
         for each in names_of(name):
             dims = list(session.scalars(select(ProblemRow.dims).where(ProblemRow.kernel == each)))
             dims = [found for found in dims if MARK in found]

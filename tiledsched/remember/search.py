@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tiledsched.core.config import load_settings
+from tiledsched.core.config import load_settings, warn_once
 from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.remember import machine as machines
-from tiledsched.remember.answers import Answers, AnswerStore, Findings, stored_places, warn_once
+from tiledsched.remember.answers import Answers, AnswerStore, Findings, stored_places
 from tiledsched.remember.description import Call, Request, describe_call
 from tiledsched.remember.identity import OpaqueError, name_of
 from tiledsched.remember.machine import CallProgram, SearchMachine

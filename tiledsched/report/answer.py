@@ -18,6 +18,7 @@ from tiledsched.report.effects import FEWEST_PROBLEMS, MOST_OTHERS, joined_effec
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
+from tiledsched.store.records import MeasurementSummary
 
 MOST_NAMED = 6
 """Knobs that are named in a sentence, at most; those whose values cost most are taken."""
@@ -217,10 +218,9 @@ def _served_alone(one: ProblemReport) -> list[str]:
     served, measured = short(one.explained.schedule), one.provenance == MEASURED
     best = f"{short(one.best.schedule)}, {best_time(one, one.best)}"
     if one.serves is None:
-        known, entry = "was not timed beside the others" if measured else "has no estimate", one.explained.entry
-        if entry and entry.problem == one.problem and entry.measurement:
-            run = f"{figure(entry.measurement.median_us)} µs on {entry.measurement.created_at:%Y-%m-%d}"
-            known = f"took {run} in a run of its own, and {known}"
+        known = "was not timed beside the others" if measured else "has no estimate"
+        if one.other_run:
+            known = f"took {run_text(one.other_run)}, in another run, and {known}"
         return [
             f"`explain` serves {served}, which {known}. The {'fastest of these' if measured else 'shortest'} is {best}."
         ]
@@ -267,6 +267,10 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     if most > drop:
         said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
         said += "" if len(worst) == len(second) else f" ({_median(worst)})"
+    if not measured:
+        apart = [one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None and one.error]
+        which = f" The two differ by more than the model's error for {sum(apart)} of {plural(len(apart), 'problem')}."
+        return f"{where}, the second best {unit} {takes} {said}.{which if apart else ''}"
     if len(second) < FEWEST_PROBLEMS:
         return f"{where}, the second best {unit} {takes} {said}."
     if drop > AS_GOOD:
@@ -404,6 +408,11 @@ def _highest_rate(problems: Sequence[ProblemReport]) -> str:
 
 def _best_of(one: ProblemReport) -> str:
     return f"the best schedule is {short(one.leader.schedule)}: {best_time(one, one.leader)}"
+
+
+def run_text(taken: MeasurementSummary) -> str:
+    """A measured time and its day."""
+    return f"{figure(taken.median_us)} µs on {taken.created_at:%Y-%m-%d}"
 
 
 def best_time(one: ProblemReport, timed: Timed) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from tiledsched.core import data_files, registry
 from tiledsched.core.device import arch_named
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
-from tiledsched.core.files import from_csv_cell, read_bounded
+from tiledsched.core.files import check_plain, from_csv_cell, read_bounded
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -269,7 +269,7 @@ def _named(problem: Problem) -> dict[str, Any]:
 def _of_report(path: Path) -> list[KnownTime]:
     """The rows of a report's schedules.csv, measured and modelled."""
     try:
-        text = io.StringIO(read_bounded(path).decode("utf-8"), newline="")
+        text = io.StringIO(check_plain(path, read_bounded(path)).decode("utf-8"), newline="")
         rows = [[*map(from_csv_cell, cells)] for cells in csv.reader(text)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatabaseError(f"cannot read {path}: {error}") from error

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.analysis import broad
-from tiledsched.report.answer import best_time, command_of, tile_unit, verdicts
+from tiledsched.report.answer import best_time, command_of, run_text, tile_unit, verdicts
 from tiledsched.report.records import MEASURED, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
 from tiledsched.report.views import MOST_PROBLEMS, explored, judged_knobs
@@ -148,6 +148,8 @@ def _served(one: ProblemReport, report: Report) -> tuple[str, str, str]:
         more.append(f"{best_time(one, one.serves or one.leader)}{'' if one.provenance == MEASURED else ', modelled'}.")
     else:
         more.append(f"It was not timed with these. The fastest that was: {_time(one.best, report)}.")
+    if one.other_run:
+        more.append(f"In another run, which `explain` names, it took {run_text(one.other_run)}.")
     if one.ties:
         tied = sorted({name_of(each, report) for each in one.ties} - {name_of(chosen, report)}) if report.tile else []
         others = f", of {tile_unit(report)} {joined(tied)} too" if tied else ""

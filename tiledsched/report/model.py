@@ -301,11 +301,8 @@ class _Desk:
         self.space: SearchSpace | None = _or_none(space_for, arch, kernel)
         self._defaults: dict[Problem, Schedule | None] = {}
         self._entries: dict[tuple[Problem, str], list[Entry]] = defaultdict(list)
-        self._codes: dict[Schedule, list[Entry]] = defaultdict(list)
         for entry in entries:
             self._entries[entry.problem, entry.accum_mode].append(entry)
-            if entry.fingerprint:
-                self._codes[entry.schedule].append(entry)
 
     def measured(self, key: LandscapeKey, landscape: Landscape) -> ProblemReport:
         """The report on one problem and device."""
@@ -322,9 +319,6 @@ class _Desk:
             for build in self.builds.of(problem, device)
             if build.schedule not in by_schedule and accum_mode(build.schedule) == mode
         }
-        for each in filter(None, answers):
-            if each.schedule not in programs and (code := self._code(problem, each.schedule, device)):
-                programs[each.schedule] = program_key(code, problem, each.schedule, device)
         newest: dict[ProgramKey, tuple[Measurement, datetime]] = {}
         for schedule, one in by_schedule.items():
             newest.setdefault(programs[schedule], (one.measurement, one.created_at))
@@ -437,22 +431,6 @@ class _Desk:
     def _answers(self, key: LandscapeKey, wanted: bool = True) -> tuple[Served | None, Served | None]:
         """What is served for a problem on a device and, where `wanted`, what would be without tuning: finding that takes long."""
         return self.serving.served(*key), self.serving.untuned(*key) if wanted else None
-
-    def _code(self, problem: Problem, schedule: Schedule, device: Any) -> str:
-        """Fingerprint of the machine code of a schedule for a problem, where an entry of it or of a problem with the same machine
-        code names it; else empty.
-        """
-        from tiledsched.core.launches import problem_class
-
-        known = self._codes.get(schedule, ())
-        own = next((each.fingerprint for each in known if each.problem == problem), "")
-        if own or not known:
-            return own
-        wanted = _or_none(problem_class, self.kernel, problem, schedule, device)
-        alike = (
-            each for each in known if _or_none(problem_class, self.kernel, each.problem, schedule, device) == wanted
-        )
-        return next((each.fingerprint for each in alike), "") if wanted else ""
 
     def _write_up(
         self,

@@ -21,7 +21,7 @@ from tiledsched.serve.chain import Served
 from tiledsched.serve.transfer import ExpectedLoss
 from tiledsched.store.model_error import ModelError
 from tiledsched.store.queries import KnobEffect, RegimeComparison
-from tiledsched.store.records import Entry
+from tiledsched.store.records import Entry, MeasurementSummary
 
 MEASURED = "measured"
 MODELLED = "modelled"
@@ -293,6 +293,15 @@ class ProblemReport:
     def faster(self) -> Timed | None:
         """The fastest schedule, where its time is surely shorter than that of what is served; else None, as where modelled."""
         return self.best if self.provenance == MEASURED and self.serves and self.leader is not self.serves else None
+
+    @property
+    def other_run(self) -> MeasurementSummary | None:
+        """What `explain` says that its schedule took for this problem, where that was measured in another run than `serves`."""
+        entry = self.explained.entry if self.explained else None
+        if entry is None or entry.problem != self.problem or entry.schedule != (self.explained or entry).schedule:
+            return None
+        found = entry.measurement
+        return None if found and self.serves and self.serves.us == found.median_us else found
 
     @property
     def runner_up_drop(self) -> float | None:

@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiledsched.core.labels import labels_of
 from tiledsched.core.schedule import KnobValue
 from tiledsched.core.text import code
 from tiledsched.report.analysis import broad
 from tiledsched.report.axes import show
 from tiledsched.report.records import AS_GOOD, ProblemReport
 
-FOLDS = 10
-"""A rule is made as often, each time without a part of the problems, on which it is then judged."""
+FOLDS = 5
+"""A rule is made as often, each time without a part of the problems, on which it is then trees."""
 FEWEST_PROBLEMS = 8
 """Of fewer problems no rule is made."""
 FEWEST_OF_PART = 3
@@ -115,15 +116,8 @@ def rules(problems: Sequence[ProblemReport], knobs: Sequence[Knob]) -> list[Rule
         knobs: the knobs.
     """
     conditions = list(_conditions(problems)) if len(problems) >= FEWEST_PROBLEMS else []
-    if not conditions:
-        return []
-    trees, enough = _Trees(conditions), broad(problems)
-    searched = np.array([one in enough for one in problems])
-    limits = np.array([one.tolerance for one in problems])
-    made = (
-        _rule(knob, [best_by_value(one, knob) for one in problems], limits, searched, trees, CHANCE / len(knobs))
-        for knob in knobs
-    )
+    trees = _Trees(problems, conditions) if conditions else None
+    made = [_rule(knob, problems, trees, CHANCE / (2 * len(knobs))) for knob in knobs] if trees else []
     return sorted(filter(None, made), key=lambda rule: (rule.constant_right - rule.right, rule.knob))
 
 
@@ -132,7 +126,7 @@ def _conditions(problems: Sequence[ProblemReport]) -> Iterator[tuple[str, str, B
     seen: set[bytes] = set()
     for name in dict.fromkeys(name for one in problems for name in one.problem.values):
         values: list[Any] = [one.problem.values.get(name) for one in problems]
-        called = code(name)
+        called = code(_called(name, problems))
         numbers = all(isinstance(value, (int, float)) for value in values)
         distinct = sorted({*values}, key=lambda value: (value if numbers else 0, str(value)))
         if all(isinstance(value, bool) for value in values):
@@ -155,10 +149,28 @@ def _conditions(problems: Sequence[ProblemReport]) -> Iterator[tuple[str, str, B
                 yield words, opposite, bits
 
 
-class _Trees:
-    """All trees of at most three leaves over some conditions."""
+def _called(name: str, problems: Sequence[ProblemReport]) -> str:
+    """What commands call a field: by its short name, where that stands for it in all of these problems."""
+    kernel = problems[0].problem.declaration
+    for short, fields in labels_of(kernel).items():
+        if name in fields and all(len({one.problem.values[each] for each in fields}) == 1 for one in problems):
+            return short
+    return next((short for short, field in kernel.written.items() if field == name), name)
 
-    def __init__(self, conditions: Sequence[tuple[str, str, Bits]]) -> None:
+
+class _Trees:
+    """All trees of at most three leaves over some conditions on some problems, and how they are trees."""
+
+    def __init__(self, problems: Sequence[ProblemReport], conditions: Sequence[tuple[str, str, Bits]]) -> None:
+        self.limits = np.array([one.tolerance for one in problems])
+        """For each problem, what takes at most this share longer than the best is good."""
+        self.searched = np.isin([id(one) for one in problems], [id(one) for one in broad(problems)])
+        """Whether many of its programs have a time."""
+        # What differs in words alone, such as element types, is left out together: its winners are much the same.
+        sizes = [tuple(each for each in one.problem.values.values() if not isinstance(each, str)) for one in problems]
+        places = {each: place for place, each in enumerate(dict.fromkeys(sizes))}
+        self.folds = np.array([places[each] % FOLDS for each in sizes])
+        """With which part it is left out."""
         words, opposites, bits = zip(*conditions, strict=True)
         self._half = len(words)
         self._leaves = [*zip(words, bits, strict=True), *zip(opposites, (~each for each in bits), strict=True)]
@@ -204,32 +216,17 @@ def _both(first: Leaf, second: Leaf) -> Leaf:
     return second[0] if implied else f"{first[0]} and {second[0]}", first[1] & second[1]
 
 
-def _rule(
-    knob: Knob,
-    times: Sequence[dict[tuple[KnobValue, ...], float]],
-    limits: Numbers,
-    searched: Bits,
-    trees: _Trees,
-    chance: float,
-) -> Rule | None:
-    """The rule of one knob; None where no rule is surely better than one value for all problems.
-
-    Args:
-        knob: the knob.
-        times: for each problem, the best time with each value over the problem's best.
-        limits: for each problem, what takes at most this much longer is good.
-        searched: the problems of which many programs have a time.
-        trees: the trees that are tried.
-        chance: how likely chance alone may give the knob a rule.
-    """
+def _rule(knob: Knob, problems: Sequence[ProblemReport], trees: _Trees, chance: float) -> Rule | None:
+    """The rule of one knob; None where no rule is better than one value for all problems, or chance may have made it."""
+    times = [best_by_value(one, knob) for one in problems]
     values = list(dict.fromkeys(value for each in times for value in each))
     table = np.array([[each.get(value, math.inf) for value in values] for each in times]).reshape(len(times), -1)
-    good = table <= 1 + limits[:, None]
+    good = table <= 1 + trees.limits[:, None]
     known = np.any(good, axis=1)
     number, most = int(known.sum()), int(good.sum(axis=0).max())
     if number < FEWEST_PROBLEMS or _by_chance(number - most, 0) > chance:
         return None
-    gain = _gain(table, good, searched)
+    gain = _gain(table, good, trees.searched)
 
     def chosen_by(leaves: Sequence[Leaf], of: Bits) -> NDArray[np.int64]:
         """For each problem the value of its leaf, from the gains of some problems."""
@@ -245,9 +242,9 @@ def _rule(
     possible = max(int(is_right(chosen_by(leaves, known)).sum()) for leaves in made)
     if _by_chance(possible - most, 0) > chance:
         return None
-    chosen, fold = np.zeros((3, len(times)), dtype=np.int64), (np.cumsum(known) - 1) % FOLDS
+    chosen = np.zeros((3, len(times)), dtype=np.int64)
     for part in range(FOLDS):
-        left_out: Bits = fold == part
+        left_out: Bits = trees.folds == part
         others: Bits = known & ~left_out
         for depth, leaves in enumerate(trees.best(gain, others)):
             chosen[depth, left_out] = chosen_by(leaves, others)[left_out]
@@ -255,7 +252,7 @@ def _rule(
     constant, two, three = map(is_right, chosen)
     depth = 2 if three.sum() - two.sum() >= max(2, WORTH * number) else 1
     right = (constant, two, three)[depth]
-    apart = np.flatnonzero(known & searched & (chosen[0] != chosen[depth]))
+    apart = np.flatnonzero(known & trees.searched & (chosen[0] != chosen[depth]))
     saved = [one - ours for i in apart for one, ours in [table[i, chosen[[0, depth], i]]] if max(one, ours) < math.inf]
     by_chance = _by_chance(int((right & ~constant).sum()), int((constant & ~right).sum()))
     gained = statistics.fmean(saved) if len(saved) >= FEWEST_OF_PART else None

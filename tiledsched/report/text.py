@@ -82,28 +82,22 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
     several = [reports] if isinstance(reports, Report) else list(reports)
     blocks = _explorer(several)
     if not blocks:
-        blocks = [Paragraph(text=answer(report)[0], warning=True) for report in several]
-        blocks += [Paragraph(text=text) for report in several if (text := next_step(report))]
-        return [
-            *blocks,
-            Heading(text=_title(several), level=1),
-            *(each for one in several for each in _figures(one, "")),
-        ]
+        for report in several:
+            blocks += [Paragraph(text=answer(report)[0], warning=True), Paragraph(text=f"Next: {next_step(report)}")]
+        blocks.insert(2, Heading(text=_title(several), level=1))
+        return blocks + [block for report in several for block in _figures(report, "")]
     blocks += _side_by_side(several) if len(several) > 1 else []
     for report in several:
         blocks += _all_problems(report, f" on {report.arch}" if len(several) > 1 else "")
     for report in several:
         blocks += _figures(report, f" ({report.arch})" if len(several) > 1 else "")
     if len(several) == 1 and (spec := charts.rates(several)) is not None:
-        text = "Each dot is a problem with its best schedule."
-        chart = Chart(name=f"rates-{several[0].arch}", spec=spec, text="Rates of the best schedules")
+        title = "Rates of the best schedules"
+        folded = any(block.views for block in blocks if isinstance(block, Explorer))
         blocks += [
-            Heading(
-                text="Rates of the best schedules",
-                folded=any(each.views for each in blocks if isinstance(each, Explorer)),
-            ),
-            Paragraph(text=text),
-            chart,
+            Heading(text=title, folded=folded),
+            Chart(name=f"rates-{several[0].arch}", spec=spec, text=title),
+            Paragraph(text="Each dot is a problem with its best schedule."),
         ]
     return blocks
 
@@ -370,14 +364,18 @@ def _rules(section: Section, report: Report, after: str) -> list[Block]:
     """For which problems each value of a knob is good."""
     return _part(
         f"For which problems a value is good{after}",
-        ("rule", "problems", "right for", "one value for all right for", "saves"),
+        ("rule", "right for", "saves"),
         (
-            (rule.text, str(rule.problems), str(rule.right), str(rule.constant_right), percent_cell(rule.saved))
+            (
+                rule.text,
+                f"{rule.right} of {rule.problems}, one value for all {rule.constant_right}",
+                percent_cell(rule.saved),
+            )
             for rule in rules_of(section.problems, report.tile)
         ),
         "A value is good for a problem if the best program with it takes at most 1% longer than the best of all (of estimates: "
         "longer by at most the model's error), or cannot be told apart from it. The winners of all searches count. A rule is "
-        "right for a problem if the value it names is good there. It is judged on problems that it was made without, a tenth "
+        "right for a problem if the value it names is good there. It is judged on problems that it was made without, a fifth "
         "at a time. One value for all is the one that is good for most. A knob has no rule where chance may have made it, or "
         "where its values differ by no more than noise. `saves` is how much less time the rule's value takes than the one "
         "value for all, where the two differ and many programs of the problem were timed.",

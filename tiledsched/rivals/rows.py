@@ -13,7 +13,7 @@ from typing import Any
 
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.files import csv_text, from_csv_cell, read_bounded, write_whole
+from tiledsched.core.files import check_plain, csv_text, from_csv_cell, read_bounded, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.estimate import Timing
@@ -211,7 +211,7 @@ def read_rows(path: Path) -> list[BenchRow]:
     """
     found: dict[tuple[Cell, str, str], BenchRow] = {}
     try:
-        data = read_bounded(path)
+        data = check_plain(path, read_bounded(path))
         whole = data[: data.rfind(b"\n") + 1].decode("utf-8")
         for cells in csv.DictReader(io.StringIO(whole, newline="")):
             row = BenchRow.from_csv({name: from_csv_cell(cell) for name, cell in cells.items()})

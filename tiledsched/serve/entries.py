@@ -26,6 +26,7 @@ from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import clocks_of, of_kernel, precedence
+from tiledsched.store.limit import READ_TIMEOUT_S
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
 from tiledsched.store.shipped import read_copy, read_shipped_entries, write_copy
@@ -143,7 +144,7 @@ def _stored(name: str, url: str | None, kernel: str, settings: Settings) -> Laye
     try:
         from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
 
-        with TuningDB.open(url, read_only=True) as db:
+        with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db:
             where = db.url if "://" in where else where  # without its password
             entries = db.entries(kernel=kernel or None)
     except DatabaseError as raised:
@@ -269,7 +270,7 @@ def stored_spills(settings: Settings, **of: str) -> Spills:
     from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
 
     try:
-        with TuningDB.open(settings.db, read_only=True) as db:
+        with TuningDB.open(settings.db, read_only=True, limit_s=READ_TIMEOUT_S) as db:
             found = db.spills(compiler, **of)
     except DatabaseError:  # which a warning has said, when its entries were read
         return {}

@@ -17,6 +17,7 @@ import torch
 from cuda.tile import TileError
 from torch.autograd import forward_ad
 
+from tiledsched.core import config
 from tiledsched.core.errors import LaunchError, ProblemError, RivalError
 from tiledsched.rivals.offers import ELSEWHERE, Rival
 from tiledsched.serve import process
@@ -186,7 +187,7 @@ def launch_first(
             result = launch(plan)
     except LaunchError as error:
         if isinstance(error, NotLoadedError) and stand_in and _stand_in_key(plan) in process.runtime.loaded:
-            process.warn_once(
+            config.warn_once(
                 f"{plan.problem}: its program is still being compiled, and a CUDA graph is being captured, which holds torch's "
                 "from now on; warm up on another stream than the default one, as torch.cuda.graph's documentation does, or run "
                 "`tiledsched warmup` before, or set TILEDSCHED_COMPILE=wait"
@@ -223,7 +224,7 @@ def _stand_in(plan: Plan, stand_in: Callable[[Plan], Any] | None, launch: Callab
     try:
         result = stand_in(plan)
     except Exception as error:
-        process.warn_once(
+        config.warn_once(
             f"{plan.problem}: torch was to compute it while its program is compiled, and failed: {type(error).__name__}: "
             f"{error}; the call waits for the program instead"
         )
@@ -326,7 +327,7 @@ def _launch_elsewhere(
     except LaunchError as error:  # it may refuse tensors that are not like the first ones
         if first or capturing:
             raise
-        process.warn_once(f"{error}; our own kernel is served instead")
+        config.warn_once(f"{error}; our own kernel is served instead")
         return launch_plan(plan.own, tensors, first=True)
     if plan.calls is not None and not (first and plan.in_graphs is None):
         next(plan.calls)
@@ -355,7 +356,7 @@ def _serving_rival(plan: Plan, given: Sequence[Any], first: bool, capturing: boo
             if first:
                 raise
             runtime.refused.add(_rival_key(plan.in_graphs, plan))
-            process.warn_once(f"{error}; graphs hold our own kernel instead")
+            config.warn_once(f"{error}; graphs hold our own kernel instead")
     return plan.rival
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn import Parameter as TorchParameter
 
+from tiledsched.core import config
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.cases import call_reference, output_specs
 from tiledsched.core.errors import ConfigError, DeclarationError, LaunchError, ProblemError, UnsupportedError
@@ -360,7 +361,7 @@ class Operator:
                     f"{self.name}: an array is empty, so that the others are read on the host, which no CUDA graph holds; leave "
                     "the call out of the graph"
                 )
-            process.warn_once(f"{self.name}: an array is empty; such calls are computed on the host, by the reference")
+            config.warn_once(f"{self.name}: an array is empty; such calls are computed on the host, by the reference")
         return self._by_reference(p, given, made)
 
     def _stays_on_host(self, tensors: Sequence[Any]) -> bool:
@@ -369,7 +370,7 @@ class Operator:
         on_host = process.runtime.device_type != "cpu" and self._device_of(tensors).type == "cpu"
         if not on_host or process.settings().fallback == "error":
             return False
-        process.warn_once(
+        config.warn_once(
             f"{self.name}: its tensors are on the CPU, where the kernel's reference computes, slowly; move them to a CUDA device"
         )
         return True

@@ -23,6 +23,7 @@ from tiledsched.build.compiler import BuildTask, pass_on_worker_warps
 from tiledsched.build.cubin import is_whole, parts, strip_debug
 from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
 from tiledsched.build.keys import captured_values, program_key
+from tiledsched.build.sealed import is_usable
 from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launches, preparations
@@ -287,7 +288,7 @@ class ServedKernel(ct.kernel):
             build = self._submit(path, wanted)
             for each in self.siblings if build else ():  # whose launches come after it
                 declared, file = each.declared()
-                if file is not None and not file.exists():
+                if file is not None and not is_usable(file):
                     each._submit(file, declared)
         if program is None and build is not None:
             if missed is not None and not build.is_done:

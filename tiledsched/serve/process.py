@@ -130,19 +130,13 @@ def log_choice(
 ) -> None:
     """Log what a new plan serves; stale evidence is a warning, given once for each operator and reason."""
     if served.stale:
-        warn_once(f"{name}: {served.stale}")
+        config.warn_once(f"{name}: {served.stale}")
     if not log.isEnabledFor(logging.INFO):  # a model that decodes makes a plan with every token
         return
     more = f"; {rival.name} is served instead: {rival.offer.reason}" if rival else ""
     if in_graphs and in_graphs is not rival:
         more += f"; in a captured graph {in_graphs.name} is served: {in_graphs.offer.reason}"
     log.info("%s: %s on %s: %s (%s)%s", name, p, device.name, served.schedule.short(), served.provenance, more)
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Log a warning, once in this process."""
-    log.warning("%s", text)
 
 
 def kernel_objects(

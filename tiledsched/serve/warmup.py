@@ -20,6 +20,7 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import Artifact, join, parts_with_host_code, read_artifact
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
+from tiledsched.build.sealed import is_usable
 from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
 from tiledsched.core import launches
 from tiledsched.core.config import Settings
@@ -252,7 +253,7 @@ def _stored(paths: Sequence[Path | None], arch: str) -> Artifact | None:
 def _store(paths: Sequence[Path | None], symbol: str, artifact: Artifact) -> int:
     """Keep the machine code of each launch in its file; returns its bytes."""
     for path, cubin in zip(paths, parts_with_host_code(artifact.cubin), strict=True):
-        if path is not None and not path.exists():
+        if path is not None and not is_usable(path):
             write_program(path, StoredProgram(cubin=cubin, symbol=symbol))
     return len(artifact.cubin)
 

@@ -1,5 +1,11 @@
 """Files of builds: what compiling every schedule of a search space gave, so that a report can model whole landscapes on a
-machine without a compiler. docs/landscapes.md describes the format.
+machine without a compiler.
+
+The keys of a file are `kernel`, `source_hash`, `toolchain` and `arch` (what was compiled, with which compiler, for which arch);
+`knobs`, `classes` and `programs`, lists to whose places the others refer: names of knobs, what of a problem the machine code
+depends on, and for each piece of machine code its fingerprint, its size and its resources, or of a failed build the kind and
+message; `builds`, each the values of its knobs, then the places of its class and of its program; and what the fields of
+:class:`BuildFile` hold.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ A folder holds one file of JSON lines for each process that captured. A line is 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -134,20 +133,29 @@ def read_seen(folder: Path) -> Seen:
 
 
 def clear_seen(folder: Path) -> int:
-    """Remove the files of a folder, and the folder if nothing else is in it; how many files there were.
+    """Remove what was noted in a folder, and nothing else; how many files that were. A file is a note if its first line is one.
 
     Raises:
         ConfigError: one cannot be removed.
     """
+    removed = 0
     try:
-        paths = [path for path in folder.iterdir() if path.name.endswith(ENDING)] if folder.exists() else []
-        for path in paths:
-            path.unlink(missing_ok=True)
+        for path in folder.iterdir() if folder.exists() else ():
+            if path.name.endswith(ENDING) and _is_note(path):
+                path.unlink(missing_ok=True)
+                removed += 1
     except OSError as error:
-        raise ConfigError(f"cannot remove what was seen in {folder}: {error.strerror}; remove the folder") from error
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-    return len(paths)
+        raise ConfigError(f"cannot remove what was seen in {folder}: {error.strerror}; remove the notes") from error
+    return removed
+
+
+def _is_note(path: Path) -> bool:
+    """Whether the first line of a regular file is of a problem that was seen, in whichever version."""
+    try:
+        line = json.loads(read_bounded(path).partition(b"\n")[0])
+        return path.is_file() and not path.is_symlink() and {"v", "problem", "sample", *WORDS} <= {*line}
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def _take(line: Mapping[str, Any], into: dict[int, SeenProblem]) -> None:

@@ -19,6 +19,7 @@ from tiledsched.core.files import partial_path
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.store import engine as engines
 from tiledsched.store.health import problems_found
+from tiledsched.store.limit import Limit
 from tiledsched.store.views import create_view
 
 if TYPE_CHECKING:
@@ -36,26 +37,35 @@ TRIES = 6
 class Database:
     """The part of :class:`tiledsched.store.db.TuningDB` that does not depend on what is stored."""
 
-    def __init__(self, engine: Engine, url: URL, *, read_only: bool) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, url: URL, *, read_only: bool, limit: Limit | None = None) -> None:
+        self._engine, self._limit = engine, limit or Limit()
         self._writer = engine.execution_options(immediate=True)
         self._url = url
         self.read_only = read_only
         self._shown: set[str] = set()
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> Self:
+    def open(
+        cls, url: str | os.PathLike[str] | None = None, *, read_only: bool = False, limit_s: float | None = None
+    ) -> Self:
         """Open the database at `url`, and make it where it does not exist.
 
         `url` is a path, `sqlite:///PATH`, `:memory:` or `postgresql://HOST/NAME`; without one, `TILEDSCHED_DB`, else
-        `tuning.db` in the user data directory. A `read_only` database is not made.
+        `tuning.db` in the user data directory. A `read_only` database is not made: what holds no tables yet, such as a file
+        that another process is making, is read as an empty database.
+
+        Args:
+            url: where it is.
+            read_only: whether it is only read.
+            limit_s: the longest time of a transaction, in seconds; None for any.
 
         Raises:
             DatabaseError: it cannot be read or made, is not a tuning database, or has a schema that this program does not know.
         """
         where = engines.resolve_url(url)
-        engine = engines.create_engine(where, read_only=read_only)
-        db = cls(engine, where, read_only=read_only)
+        limit = Limit(limit_s)
+        engine = engines.create_engine(where, read_only=read_only, limit=limit)
+        db = cls(engine, where, read_only=read_only, limit=limit)
         try:
             db._prepare()
         except BaseException:
@@ -64,19 +74,25 @@ class Database:
         return db
 
     def _prepare(self) -> None:
-        with engines.explained(self._url, *DAMAGE):
+        with self._explained(*DAMAGE):
             found = engines.current_revision(self._engine, self._url)
             if found not in (None, engines.HEAD):
                 raise DatabaseError(
                     f"database {self.url} has schema {found}, newer than the {engines.HEAD} that this program knows; "
                     f"upgrade tiledsched, or {engines.ELSEWHERE}"
                 )
-            if self.read_only and found is None:
-                raise DatabaseError(f"{self.url} holds no tuning database; {engines.ELSEWHERE}")
-            if found is None:
+            if self.read_only and found is None:  # another process makes it at this moment, or a full disk left it
+                self._engine.dispose()
+                self._engine = engines.nothing()
+            elif found is None:
                 self.upgrade()
             if not self.read_only:
                 engines.use_wal(self._engine)
+
+    @contextmanager
+    def _explained(self, *damage: type[Exception]) -> Iterator[None]:
+        with self._limit.explaining(), engines.explained(self._url, *damage):
+            yield
 
     def close(self) -> None:
         """Close the file or the connection. Safe to call twice."""
@@ -99,7 +115,7 @@ class Database:
     @property
     def schema_revision(self) -> str:
         """The revision of the database's schema."""
-        with engines.explained(self._url):
+        with self._explained():
             return engines.current_revision(self._engine, self._url) or ""
 
     def upgrade(self) -> str:
@@ -110,8 +126,8 @@ class Database:
         Returns:
             The schema's revision.
         """
-        with engines.explained(self._url):
-            engines.upgrade(self._engine, self._url)
+        with self._explained():
+            engines.upgrade(self._engine)
         self.show(*SHIPPED)
         return self.schema_revision
 
@@ -171,7 +187,7 @@ class Database:
         """A further connection to an SQLite file, or to a copy of a database in memory, of the driver's own: no pool keeps it."""
         words, options = self._engine.dialect.create_connect_args(self._engine.url)
         connection: Any = self._engine.dialect.connect(*words, **options)
-        if self._url.database is None:
+        if self._engine.url.database is None:
             with self.reading() as session:
                 session.connection().connection.driver_connection.backup(connection)  # type: ignore[union-attr]
         return connection
@@ -183,7 +199,7 @@ class Database:
         Args:
             damage: exceptions of the caller that mean that what is stored is damaged: DAMAGE where records are made.
         """
-        with engines.explained(self._url, *damage), Session(self._engine) as session:
+        with self._explained(*damage), Session(self._engine) as session:
             yield session
 
     def write(self, work: Callable[[Session], T], *kernels: str) -> T:
@@ -213,5 +229,5 @@ class Database:
         """A session in one write transaction, which is committed at the end, or rolled back by an exception."""
         if self.read_only:
             raise DatabaseError(f"{self.url} was opened read-only; open it for writing to change it")
-        with engines.explained(self._url), Session(self._writer) as session, session.begin():
+        with self._explained(), Session(self._writer) as session, session.begin():
             yield session

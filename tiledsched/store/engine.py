@@ -22,7 +22,8 @@ from sqlalchemy.pool import StaticPool
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, TiledschedError
-from tiledsched.core.files import kind_of_file
+from tiledsched.core.files import check_plain, kind_of_file
+from tiledsched.store.limit import READ_TIMEOUT_S, Limit
 from tiledsched.store.location import location
 
 HEAD = "0001"
@@ -33,8 +34,8 @@ UNRELEASED_TABLE = "tiledsched_alembic_version"
 """The version table of databases from before the first release."""
 BUSY_TIMEOUT_S = 60
 """How long a writer waits for another one, in seconds."""
-READ_TIMEOUT_S = 5
-"""How long a reader waits for a file's lock, and how long anybody waits for a server, in seconds. A kernel's call waits too."""
+MOST_NAMED = 4
+"""Tables of another program that an error names."""
 ELSEWHERE = "name another database with --db or TILEDSCHED_DB"
 
 
@@ -67,8 +68,8 @@ def _sqlite_url(path: str) -> URL:
     return URL.create("sqlite", database=None if path == ":memory:" else os.path.abspath(os.path.expanduser(path)))
 
 
-def create_engine(url: URL, *, read_only: bool) -> Engine:
-    """An engine for `url`. The folder of an SQLite file is made unless `read_only`.
+def create_engine(url: URL, *, read_only: bool, limit: Limit) -> Engine:
+    """An engine for `url`. The folder of an SQLite file is made unless `read_only`. Transactions of SQLite end at `limit`.
 
     Raises:
         DatabaseError: there is no file to read, the folder cannot be made, or PostgreSQL's driver is missing.
@@ -77,9 +78,13 @@ def create_engine(url: URL, *, read_only: bool) -> Engine:
         try:
             options = {"postgresql_readonly": True} if read_only else {}
             waits = {} if "connect_timeout" in url.query else {"connect_timeout": READ_TIMEOUT_S}
-            return sa.create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=waits)
+            engine = sa.create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=waits)
         except ModuleNotFoundError as error:
             raise DatabaseError(f"{error}; install tiledsched[postgresql]") from error
+        if limit.seconds is not None:
+            end = f"SET LOCAL statement_timeout = {round(limit.seconds * 1000)}"
+            event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(end))
+        return engine
     if url.database is not None:
         engine = _file_engine(Path(url.database), read_only)
     elif read_only:
@@ -93,9 +98,11 @@ def create_engine(url: URL, *, read_only: bool) -> Engine:
         connection.execute(f"PRAGMA busy_timeout={round((READ_TIMEOUT_S if read_only else BUSY_TIMEOUT_S) * 1000)}")
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA synchronous=NORMAL")
+        limit.watch(connection)
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
+        limit.begin()
         immediate = connection.get_execution_options().get("immediate", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
@@ -140,6 +147,8 @@ def explained(url: URL, *damage: type[Exception]) -> Iterator[None]:
         raise DatabaseError(_explain(url, "malformed text")) from error
     except TiledschedError:  # it explains itself
         raise
+    except sa.exc.SQLAlchemyError as error:  # such as of one row, where there is none
+        raise DatabaseError(_explain(url, f"malformed contents ({error})")) from error
     except damage as error:
         raise DatabaseError(_explain(url, f"malformed contents ({type(error).__name__}: {error})")) from error
 
@@ -148,6 +157,8 @@ def _explain(url: URL, message: str) -> str:
     name = url.database if url.get_backend_name() == "sqlite" else url.render_as_string()
     advice = {
         "file is not a database": f"it is not an SQLite file; {ELSEWHERE}",
+        "interrupted": f"a query did not end in time; {ELSEWHERE}",
+        "statement timeout": f"a query did not end in time; {ELSEWHERE}",
         "unable to open": f"check that its folder exists and that you may read it, or {ELSEWHERE}",
         "readonly database": f"it may only be read; make it writable, or {ELSEWHERE}",
         "locked": "another process is writing, or stopped while it was; wait for it or end it",
@@ -158,15 +169,18 @@ def _explain(url: URL, message: str) -> str:
     }
     for phrase, what in advice.items():
         if phrase in message.lower():
+            if phrase == "file is not a database":
+                with open(str(name), "rb") as file:
+                    check_plain(str(name), file.read(8))
             return f"database {name}: {message}; {what}"
     return f"database {name}: {message}; check the server and the URL, or {ELSEWHERE}"
 
 
 def current_revision(engine: Engine, url: URL) -> str | None:
-    """The schema revision of the database at `url`; None where there is no schema.
+    """The schema revision of the database at `url`; None where the database is empty.
 
     Raises:
-        DatabaseError: the database was made before the first release.
+        DatabaseError: the database was made before the first release, or belongs to another program.
     """
     with engine.connect() as connection:
         inspector = sa.inspect(connection)
@@ -178,6 +192,11 @@ def current_revision(engine: Engine, url: URL) -> str | None:
                 f"programs are built again; or {ELSEWHERE}"
             )
         if not inspector.has_table(VERSION_TABLE):
+            if others := sorted(inspector.get_table_names()):
+                raise DatabaseError(
+                    f"database {url.render_as_string()} belongs to another program: it holds no tuning database, but "
+                    f"{', '.join(others[:MOST_NAMED])}{', ...' if len(others) > MOST_NAMED else ''}; {ELSEWHERE}"
+                )
             return None
         found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
         return None if found is None else str(found)
@@ -210,28 +229,18 @@ def alembic_config(connection: Connection) -> Any:
     return config
 
 
-def upgrade(engine: Engine, url: URL) -> None:
-    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits.
-
-    Raises:
-        DatabaseError: the tables belong to another program.
-    """
+def upgrade(engine: Engine) -> None:
+    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits."""
     from alembic import command
-
-    from tiledsched.store.models import Base
 
     with engine.connect().execution_options(immediate=True) as connection, connection.begin():
         if engine.dialect.name != "sqlite":
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
-        _refuse_foreign(connection, url, set(Base.metadata.tables))
         command.upgrade(alembic_config(connection), "head")
 
 
-def _refuse_foreign(connection: Connection, url: URL, tables: set[str]) -> None:
-    inspector = sa.inspect(connection)
-    taken = tables & set(inspector.get_table_names())
-    if taken and not inspector.has_table(VERSION_TABLE):
-        raise DatabaseError(
-            f"database {url.render_as_string()} already holds tables of another program "
-            f"({', '.join(sorted(taken))}); {ELSEWHERE}"
-        )
+def nothing() -> Engine:
+    """An engine over an empty tuning database in memory."""
+    engine = create_engine(make_url("sqlite://"), read_only=False, limit=Limit())
+    upgrade(engine)
+    return engine

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.fields import Value
-from tiledsched.core.files import read_bounded, unpacked, write_whole
+from tiledsched.core.files import XZ, check_plain, read_bounded, unpacked, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.store.codec import decode, encode, untrue_estimates
 from tiledsched.store.evidence import standing
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
 
 SCHEMA_VERSION = 2
-"""Version of the format of table and landscape files, which docs/landscapes.md describes."""
+"""Version of the format of table and landscape files, which docs/database.md describes."""
 LINE = 118
 """The most characters of a list or an object that stands on one line."""
 LONGEST_STEM = 200
@@ -337,7 +337,8 @@ def read_text(path: Path) -> str:
 
 def text_of(path: Path, data: bytes) -> str:
     """The text of a file at `path` that holds `data`."""
-    return (unpacked(data) if path.suffix == ".xz" else data).decode("utf-8")
+    is_packed = path.suffix == ".xz" or data.startswith(XZ)
+    return (unpacked(data) if is_packed else check_plain(path, data)).decode("utf-8")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """Landscapes for other tuners: the T4 results format and Kernel Tuner's cache file.
 
 T4 is the results format that autotuners agreed on, with a schema for results and one for metadata (version 1.0.0,
-kept with Kernel Tuner; see docs/landscapes.md). Kernel Tuner's simulation mode reads another file, its cache: the same
+kept with Kernel Tuner; see docs/database.md). Kernel Tuner's simulation mode reads another file, its cache: the same
 configurations in an object keyed by their values. Both hold times in milliseconds, which is their unit.
 """
 

@@ -144,8 +144,8 @@ NUMERICS = ("any", "same")
 SAME_NUMERICS: Mapping[str, Any] = {
     "default": "any",
     "choices": NUMERICS,
-    "help": "which results may win: any that are right (any), or only those that equal what is served today bit for bit on "
-    "every checked input (same), which needs a GPU and times no rivals",
+    "help": "which results may win: any that are right, or the same, bit for bit, as those of what is served today, on every "
+    "checked input (which needs a GPU, and times no rivals)",
 }
 SPACE: Mapping[str, Any] = {
     "default": None,
@@ -154,10 +154,15 @@ SPACE: Mapping[str, Any] = {
     "help": "your own search space (TOML)",
     "default_help": "the kernel's own",
 }
+NEIGHBOURS: Mapping[str, Any] = {
+    "default": False,
+    "help": "also try schedules one or two knobs away from the fastest, beyond what the space explores",
+}
+SEED: Mapping[str, Any] = {"default": 0, "metavar": "N", "help": "seed of all that is drawn at random"}
 COMPILE_TIMEOUT: Mapping[str, Any] = {
     "default": DEFAULT_TIMEOUT_S,
     "metavar": "SECONDS",
-    "help": "how long one schedule may compile before it counts as failed",
+    "help": "how long one schedule may compile",
 }
 
 
@@ -165,34 +170,27 @@ COMPILE_TIMEOUT: Mapping[str, Any] = {
 class TuneOptions(Options):
     """How a tune searches, how much it does, and what decides."""
 
-    effort: str = option(
-        "default",
-        choices=tuple(EFFORTS),
-        help="how many programs are measured and race for the decision, or, without a GPU, how many schedules are built; race "
-        "searches nothing, and only races what is served today against rivals",
-    )
+    effort: str = option("default", choices=tuple(EFFORTS), help="how much is measured, or without a GPU built")
     trials: int | None = option(
         None,
         type=int,
         minimum=1,
         metavar="N",
-        help="distinct programs to measure per problem, at most, those measured before among them; "
-        "without a GPU, schedules to build",
+        help="measure at most so many programs per problem, earlier ones included; without a GPU, build so many schedules",
         default_help="as the effort says",
     )
     budget_s: float | None = option(**BUDGET)
     regime: str | None = option(
         None,
         choices=SETTINGS["regime"],
-        help="what decides: times of a cool GPU at full clocks (burst), or at its power cap (sustained)",
+        help="what decides: times at full clocks (burst), or at the GPU's power cap (sustained)",
         default_help="as the settings say: burst",
     )
     accum_mode: str | None = option(**ACCUM_MODE)
     rivals: str | None = option(
         None,
         choices=SETTINGS["rivals"],
-        help="whether other implementations are timed next to each winner (serve, record), and whether those that are "
-        "faster serve (serve)",
+        help="time other implementations beside each winner, and let faster ones serve (serve) or not (record); or neither (off)",
         default_help="as the settings say: serve",
     )
     numerics: str = option(**SAME_NUMERICS)
@@ -201,26 +199,22 @@ class TuneOptions(Options):
         metavar="NAME",
         help=f"what proposes schedules: {', '.join(SAMPLERS)}, or module:Class of any Optuna sampler",
     )
-    neighbours: bool = option(
-        False,
-        help="also try schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
-    )
+    neighbours: bool = option(**NEIGHBOURS)
     candidates: str | None = option(
         None,
         metavar="FILE",
         is_file=True,
-        help="search only the schedules of this file, the default and what is served: a JSON list (which may itself stand "
-        "here), CSV, T4 results or a Kernel Tuner cache",
+        help="search only these schedules, the default and what is served: a JSON list, or a file of JSON, CSV, T4 results or a "
+        "Kernel Tuner cache",
         default_help="the whole space",
     )
     space: str | None = option(**SPACE)
     runner: str = option(
         "auto",
         choices=("auto", "gpu", "none"),
-        help="measure on the GPU (gpu), only build and let the model rank (none), or measure where a GPU of the arch is "
-        "present (auto)",
+        help="measure on the GPU (gpu), let the model rank (none), or measure if a GPU of the arch is here (auto)",
     )
-    seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
+    seed: int = option(**SEED)
     compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
@@ -230,13 +224,13 @@ class RecordOptions(Options):
 
     programs: int = option(300, minimum=1, metavar="N", help="distinct programs per problem")
     sustained_leaders: int = option(
-        24, minimum=0, metavar="N", help="how many of the fastest are measured in the sustained regime, too"
+        24, minimum=0, metavar="N", help="so many of the fastest are measured in the sustained regime, too"
     )
     build_only: bool = option(False, help="build the programs and stop; needs no GPU")
     budget_s: float | None = option(**BUDGET)
     accum_mode: str | None = option(**ACCUM_MODE)
     space: str | None = option(**SPACE)
-    seed: int = option(0, metavar="N", help="seed of the choice of schedules, the inputs and the order of launches")
+    seed: int = option(**SEED)
     compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
@@ -246,17 +240,14 @@ class RefreshOptions(Options):
 
     effort: str = option("quick", choices=tuple(EFFORTS), help="how much the races of a refresh do")
     budget_s: float | None = option(**BUDGET)
-    neighbours: bool = option(
-        False,
-        help="also race schedules that differ from the fastest so far in one or two knobs, beyond what the space explores",
-    )
+    neighbours: bool = option(**NEIGHBOURS)
     runner: str = option(
         "auto",
         choices=("auto", "none"),
-        help="race where a GPU of the arch is present (auto), or only say what would be raced (none)",
+        help="race if a GPU of the arch is here (auto), or only say what would be raced (none)",
     )
     numerics: str = option(**SAME_NUMERICS)
-    seed: int = option(0, metavar="N", help="seed of the sampler, the inputs and the order of launches")
+    seed: int = option(**SEED)
     compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
@@ -268,4 +259,4 @@ class CheckOptions(Options):
         20, minimum=1, metavar="N", help="schedules of each problem: the default, and others drawn from the space"
     )
     space: str | None = option(**SPACE)
-    seed: int = option(0, metavar="N", help="seed of the inputs and of the choice of schedules")
+    seed: int = option(**SEED)

@@ -433,7 +433,6 @@ class ProblemSearch(ProblemTune):
         tried = tried or list(dict.fromkeys(preferred))
         if not finalists:
             raise self.nothing_works(tried)
-        self.watcher.stage(problem, "deciding", len(finalists))
         result = self.sound(finalists, preferred)
         if result.disturbance:
             raise MeasureError(
@@ -442,7 +441,6 @@ class ProblemSearch(ProblemTune):
             )
         if result.winner is None:
             raise self.nothing_works(tried)
-        self.watcher.step(len(finalists))
         winner = result.winner
         measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
         taken = [each.schedule for each in self._taken if each.regime == self.tuner.regime]
@@ -490,7 +488,9 @@ class ProblemSearch(ProblemTune):
         fails, leaves `finalists`, and the others race again."""
         while True:
             order = [each.schedule for one in preferred for each in finalists if one in each.schedules]
+            self.watcher.stage(self.problem, "deciding", len(finalists))
             result = self.race(finalists, preference=order)
+            self.watcher.step(len(finalists))
             if result.winner is None:
                 return result
             result = self.settled(result, finalists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,7 @@ class Session(Resources):
                 "a compile process imports the script that started it, and that tunes as it is imported; put the call "
                 "of tune() under: if __name__ == '__main__':"
             )
+        began = time.monotonic()
         kernel, options = load_kernel(kernel), options or TuneOptions()
         kernel.locator()  # raises where the compile processes could not find it
         wanted = problems_of(kernel, problems)
@@ -90,6 +92,8 @@ class Session(Resources):
         with serving_anew():
             incumbents = Incumbents(self, kernel, settings)
             with self.noted_run(command or _described(kernel, wanted, options)) as run_id:
+                if options.budget_s is not None:  # what was opened until here took its part
+                    options = replace(options, budget_s=max(0.0, options.budget_s - (time.monotonic() - began)))
                 tuner = Tuner(
                     self.builder(kernel, options.compile_timeout_s),
                     space,

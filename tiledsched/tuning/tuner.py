@@ -43,9 +43,9 @@ class Tuner(TuneContext):
 
         Args:
             problems: what is tuned.
-            worths: what tuning each of them is worth. What is left of the budget is shared by worth then, and a problem that it
-                does not reach, or of which nothing is decided, has no result and is in `left`. Without it, all problems get the
-                same part.
+            worths: what tuning each of them is worth. What is left of the budget is shared by worth then. Without it, all
+                problems get the same part. A problem that the budget does not reach, or of which nothing is decided, has no
+                result and is in `left`.
 
         Raises:
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
@@ -70,8 +70,14 @@ class Tuner(TuneContext):
                 raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
         if worths is not None:
             return self._tune_by_worth(problems, worths)
-        pairs = zip(problems, deadlines(self.options.budget_s, len(problems)), strict=True)
-        return [self._run(problem, deadline_s) for problem, deadline_s in pairs]
+        results: list[TuneResult] = []
+        ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
+        for problem, deadline_s in zip(problems, deadlines(self.options.budget_s, len(problems)), strict=True):
+            if results and time.monotonic() > ends:
+                self.left[problem] = OUT_OF_TIME
+            else:
+                results.append(self._run(problem, deadline_s))
+        return results
 
     def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float]) -> list[TuneResult]:
         ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
@@ -181,9 +187,17 @@ class Ranking(ProblemTune):
                     least = its
                     self.watcher.best(us, record.schedule)
 
-        while done < most and not (self.compiled and time.monotonic() > self.deadline_s):
-            chosen = order
-            if most < len(order):
+        def is_over() -> bool:
+            return (
+                self.compiled > 0 and time.monotonic() > self.deadline_s and (least[1] < math.inf or done > len(first))
+            )
+
+        alone = self.deadline_s - time.monotonic() < LEAST_S  # no time for more than must be built
+        while done < most and not is_over():
+            chosen: Sequence[Schedule] = list(left)
+            if alone and not done:
+                chosen = first
+            elif most < len(order):
                 batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs, len(first)), most - done)
                 begin = [] if done else list(first)
                 others = [each for each in left if each not in begin]

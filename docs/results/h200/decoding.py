@@ -1,4 +1,4 @@
-"""How the performance model's estimates of decoding compare with measured times (docs/results/model.md).
+"""How the performance model's estimates of decoding compare with measured times (docs/model.md).
 
     python -P docs/results/h200/decoding.py
 

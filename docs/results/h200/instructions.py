@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from tiledsched.core.config import load_settings
-from tiledsched.core.problem_lists import kernel_of, problems_of
+from tiledsched.core.problem_lists import problems_of
+from tiledsched.core.registry import load_kernel
 from tiledsched.serve.entries import load_entries
 from tiledsched.tuning.session import Session
 
@@ -22,7 +23,7 @@ COUNTED = ("HGMMA.", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR", "MUFU.EX2", "BAR.SY
 
 def main() -> None:
     """Print the rows as CSV."""
-    kernel, arch = kernel_of("attention"), "sm_90"
+    kernel, arch = load_kernel("attention"), "sm_90"
     suite = set(problems_of(kernel, "attention"))
     with tempfile.TemporaryDirectory() as folder:
         settings = load_settings({"db": f"{folder}/builds.db"})

@@ -23,7 +23,7 @@ from tiledsched.cli.problems import read_problems
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.problem import Problem
-from tiledsched.core.problem_lists import kernel_of
+from tiledsched.core.registry import load_kernel
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Runner
 from tiledsched.store.db import TuningDB
@@ -79,7 +79,7 @@ def run_here(options: argparse.Namespace) -> list[StudyRow]:
     """Open the GPU, the database and the compile processes, and run one session with them."""
     from tiledsched.measure.gpu import GpuRunner
 
-    kernel, settings = kernel_of(options.kernel), load_settings({"db": options.db})
+    kernel, settings = load_kernel(options.kernel), load_settings({"db": options.db})
     seed = int(datetime.now(timezone.utc).timestamp()) if options.seed is None else options.seed
     runner = GpuRunner(kernel, seed=seed)
     try:

@@ -13,8 +13,8 @@ from test_model import FACTS, PLAIN, PROBLEM
 from docs.studies import model_scorecard as scorecard
 from docs.studies.landscapes import Landscape, MeasuredProgram, read_landscape
 from docs.studies.model_agreement import agreement, evaluate, stored_landscapes, table
-from docs.studies.model_residual import fit
-from tiledsched.core import data_files
+from docs.studies.model_residual import features, fit
+from tiledsched.core import data_files, schedule
 from tiledsched.core.device import arch_spec
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.model import estimate_us
@@ -54,6 +54,11 @@ class TestResidual:
         fitted = fit([self.landscape(seq, 1.2) for seq in (1024, 2048, 4096)], ridge=0.01)
         ahead, plain = (fitted.log_factor(PLAIN.replace(qk_ahead=each), FACTS) for each in (True, False))
         assert math.exp(ahead - plain) == pytest.approx(1.2, rel=0.01)
+
+    def test_plain_values_are_read_when_they_are_needed(self, monkeypatch):
+        """A kernel adds its own when it is imported, which may be after this module."""
+        monkeypatch.delitem(schedule.PLAIN, "block_order")
+        assert features(PLAIN.replace(block_order="swizzled"), FACTS)[-1] == "block_order=swizzled"
 
     def test_held_out_means_without_the_problem_itself(self):
         landscapes = [self.landscape(1024, 1.5), self.landscape(2048, 1.5), self.landscape(4096, 1 / 1.5)]

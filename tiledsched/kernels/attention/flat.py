@@ -3,7 +3,7 @@
 Nested loops drain the pipeline between two work tiles and fill it again: the loads of the next one begin when the output of
 this one is done. In a flat loop the change of work tile is a branch at the end of a turn, and loads run ahead across it:
 those of keys and values by themselves; those of queries with Q_AHEAD, or with RELOAD_Q, which makes them loads of the loop.
-Each step pays a little for that, which many short sequences win back (docs/results/knobs.md).
+Each step pays a little for that, which many short sequences win back (docs/results/search.md).
 """
 
 # Tile code is typed by cuTile, not by Python.
