@@ -121,7 +121,7 @@ def tile_rows(one: ProblemReport, knobs: Sequence[str], places: Mapping[Schedule
     of: dict[Tile, list[Schedule]] = defaultdict(list)
     for timed in one.timed if one.tiles else ():
         of[timed.schedule.number(knobs[0]), timed.schedule.number(knobs[1])].append(timed.schedule)
-    return [
+    rows = [
         _square(
             one,
             *tile.tile,
@@ -134,6 +134,10 @@ def tile_rows(one: ProblemReport, knobs: Sequence[str], places: Mapping[Schedule
         )
         for tile in one.tiles
     ]
+    served = one.explained.schedule if one.explained else {}
+    for row in rows if served and not one.serves else ():  # not timed with these, and nothing is known to tie with it
+        row["mark"] = "served" if (row["rows"], row["columns"]) == tuple(map(served.get, knobs)) else ""
+    return rows
 
 
 def _square(
