@@ -20,7 +20,6 @@ from collections import namedtuple
 from contextlib import closing
 from enum import Enum
 from pathlib import Path
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import cuda.tile as ct
