@@ -134,7 +134,7 @@ def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     us, how = entry.median_us, f"{how} with the clock held down" if throttled(entry, {}) else how
     if us is None:
         us, how = entry.model_us, "modelled"
-    words = [] if us is None else [f"{us:.1f} us {how}, {rate_text(entry.problem, us)}"]
+    words = [] if us is None else [", ".join(filter(None, [f"{us:.1f} us {how}", rate_text(entry.problem, us)]))]
     if not result.is_served(entry):
         if entry.fingerprint or entry.measurement:
             why = f"kept: a {entry.provenance} entry stands above what this run found"
