@@ -112,7 +112,7 @@ def costs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
 
 def heat_map(first: str | None, second: str | None) -> Spec:
     """A square for each two values of two knobs, coloured by its best time. What is served is outlined, and ties are dashed."""
-    bare = {"domain": False, "ticks": False}  # lines of axes would cut outlines
+    bare = {"domain": False, "ticks": False, "labelPadding": 5}  # lines of axes would cut outlines
     encoding: Spec = {
         "x": {"field": "columns", "type": "ordinal", "title": second, "axis": {"labelAngle": 0, **bare}},
         "y": {"field": "rows", "type": "ordinal", "title": first, "sort": "descending", "axis": bare},

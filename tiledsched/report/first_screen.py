@@ -45,11 +45,11 @@ def tuned_at(one: ProblemReport) -> datetime | None:
     return (one.served.updated_at or one.taken) if own and one.served else one.taken if one.trace else None
 
 
-def _evidence(one: ProblemReport) -> tuple[bool, int, datetime]:
+def _evidence(one: ProblemReport) -> tuple[bool, bool, int, datetime]:
     if one.provenance != MEASURED:
-        return one.error is not None, one.programs, datetime.min
+        return False, one.error is not None, one.programs, datetime.min
     raced = one.explained is not None and one.explained.provenance == MEASURED
-    return raced and one.serves is one.leader, one.programs, _newest(one)[0]
+    return True, raced and one.serves is one.leader, one.programs, _newest(one)[0]
 
 
 def _newest(one: ProblemReport) -> tuple[datetime, int]:

@@ -20,7 +20,7 @@ SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
 EDGES = (1.0, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, SCALE_END)
 """Where the bars of the histogram of programs begin, as multiples of the best time."""
-MOST_PROGRAMS = 6_000
+MOST_PROGRAMS = 5_000
 """Programs on a page, at most; where there are more, each problem shows the fastest and evenly spread others."""
 FEWEST_DOTS = 40
 """Programs of a problem on a page, however many problems there are."""
