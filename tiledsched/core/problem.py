@@ -224,8 +224,9 @@ def rate_of(problem: Problem, us: float) -> float:
 
 
 def rate_text(problem: Problem, us: float, places: int = 0) -> str:
-    """The rate of a run that takes `us` microseconds with its unit: `612 TFLOP/s`."""
-    return f"{rate_of(problem, us):.{places}f} {unit_of(problem)}"
+    """The rate of a run that takes `us` microseconds with its unit: `612 TFLOP/s`; empty where the kernel says neither FLOPs
+    nor bytes."""
+    return f"{rate:.{places}f} {unit_of(problem)}" if (rate := rate_of(problem, us)) else ""
 
 
 def describe_values(values: Mapping[str, Value]) -> str:
@@ -300,6 +301,8 @@ class Declaration:
     published times let expect that each call gains a millisecond."""
     compiled_rivals: ClassVar[tuple[str, ...]] = ()
     """Rivals whose first call in a process takes seconds. They serve where each call gains a microsecond or more."""
+    is_called: ClassVar[bool] = False
+    """Whether it is known from calls of `exhaustive_search` alone: its own program chooses, launches and measures."""
     cost: ClassVar[Cost] = Cost()
     """Least traffic and the model of a schedule's time."""
     similarity: ClassVar[Similarity] = Similarity()

@@ -1,8 +1,5 @@
 """Computes what tiles, knobs and few schedules are worth from the times of schedules. These are pure functions: no database is
 read.
-
-Knobs that depend on each other are read off matched pairs, programs that differ in one knob only: where the change of that knob
-does one thing in one kind of kernel and another in the rest.
 """
 
 from __future__ import annotations

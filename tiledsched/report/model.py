@@ -425,6 +425,7 @@ class _Desk:
 
     def _answers(self, key: LandscapeKey, wanted: bool = True) -> tuple[Served | None, Served | None]:
         """What is served for a problem on a device and, where `wanted`, what would be without tuning: finding that takes long."""
+        wanted = wanted and not self.kernel.is_called
         return self.serving.served(*key), self.serving.untuned(*key) if wanted else None
 
     def _write_up(
@@ -480,7 +481,8 @@ class _Desk:
     def default(self, problem: Problem) -> Schedule | None:
         """The default schedule of a problem; None where its space has none."""
         if problem not in self._defaults:
-            self._defaults[problem] = _or_none(self.space.default, problem) if self.space else None
+            space = None if self.kernel.is_called else self.space
+            self._defaults[problem] = _or_none(space.default, problem) if space else None
         return self._defaults[problem]
 
     def _timed_as(self, schedule: Schedule | None, timed: Sequence[Timed]) -> Timed | None:
