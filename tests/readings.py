@@ -600,8 +600,8 @@ SENTENCES = {
     "highest rate": (rf"Among these problems, the highest rate is that of ([^:]*): {CODE}, {TIME}\.", highest),
     "best": (rf"(?:On [^`]* |By [^`]* )?[Tt]he best schedule is {CODE}: {TIME}(?:, measured)?\.", best),
     "within": (
-        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?, {N} of them within 1% of the best time "
-        rf"and {N} within 5%, the best included\.",
+        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?(?:, {N} of them within 1% of the best "
+        rf"time and {N} within 5%, the best included)?\.",
         within,
     ),
     "estimated": (
@@ -838,12 +838,9 @@ def tiles_view(self, case, row):
     yield "us", row["us"], lambda: round(found()["us"], 2)
     yield "programs", row["programs"], lambda: found()["programs"]
     yield "searched", "?" not in row["said"], lambda: found()["searched"]
-    served = case.served
-    yield (
-        "served",
-        row["mark"] == "served",
-        lambda: bool(served) and tuple(served[each] for each in self.tile) == found()["tile"],
-    )
+    if case.serves:
+        own = tuple(case.serves[each] for each in self.tile)
+        yield "served", row["mark"] == "served", lambda: own == found()["tile"]
 
 
 def knobs_view(self, case, row):
@@ -1030,7 +1027,8 @@ def explained_line(self, problem, name, text):
         schedule, _, margin = text.rpartition(" (")
         yield name, schedule, lambda: entry["runner_up"].short()
         if "%" in margin:
-            yield "margin", margin.split()[0], lambda: entry["margin"]
+            yield "margin", margin.split()[0], lambda: abs(entry["margin"])
+            yield "slower", "faster" not in margin, lambda: round(entry["margin"], 3) >= 0
     elif name == "tied with" and entry:
         yield name, sorted(text.split("; ")), lambda: sorted(tie.short() for tie in entry["ties"])
     elif name == "raced" and entry:
@@ -1070,7 +1068,7 @@ def shown_json(self, row):
 def shown_line(self, line):
     """One line of `show`: rates, times and margins stand before the schedule."""
     found = re.search(
-        r" (measured|modelled)(?:, [\w ]+)? +([\d.]+|-) +([\d,]+ \S+/s|-) +([\d.]+|-) +(\+-?[\d.]+%|-) +(\d+) +(\d+)  (.*)$",
+        r" (measured|modelled)(?:, [\w ]+)? +([\d.]+|-) +([\d,]+ \S+/s|-) +([\d.]+|-) +([+-][\d.]+%|-) +(\d+) +(\d+)  (.*)$",
         line,
     )
     _, us, rate, estimate, margin, ties, programs, schedule = found.groups()
@@ -1082,7 +1080,7 @@ def shown_line(self, line):
         and len(entry["ties"]) == int(ties)
     ]
     yield "us", us, lambda: {f"{entry['measurement'].us:.1f}" for entry in alike if entry["measurement"]}
-    yield "margin", margin, lambda: {f"+{entry['margin']:.1%}" for entry in alike if entry["margin"] is not None}
+    yield "margin", margin, lambda: {f"{entry['margin']:+.1%}" for entry in alike if entry["margin"] is not None}
     yield "model us", estimate, lambda: {f"{entry['model_us']:.1f}" for entry in alike if entry["model_us"]}
     if rate != "-":
         yield (

@@ -255,6 +255,13 @@ EXPLAINED = {
         ["  measured    300.0 us", "(2.0% slower)"],
         ["evidence is for", "expected"],
     ),
+    "a runner-up that was timed faster, within noise": (
+        [known(of=TWO | {"margin": -0.003})],
+        {},
+        PROBLEM,
+        ["(0.3% faster)"],
+        [],
+    ),
     "the model": ([known(provenance="modelled")], {}, PROBLEM, ["an estimate; nothing was measured"], ["300.0 us"]),
     "whose evidence stands under a forced schedule": (
         [known()],

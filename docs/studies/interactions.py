@@ -1,5 +1,5 @@
-"""Finds knobs that depend on each other, from matched pairs: programs that differ in one knob only, where the change of that knob
-does one thing in one kind of kernel and another in the rest.
+"""Finds changes of one knob whose effect depends on the rest of the schedule, from matched pairs: programs that differ in that
+knob only. `docs.studies.knobs` prints them.
 """
 
 from __future__ import annotations

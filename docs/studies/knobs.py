@@ -2,7 +2,7 @@
 
 `python -m docs.studies.knobs tuning_db/landscapes/attention/*_burst_*.json.xz`. Plain is the default of the space; the
 structural knobs are those it marks `measured_only`. Programs that were never checked count in no time of the first two
-tables; the third is of knobs that depend on each other.
+tables; the third has changes of one knob whose effect depends on other knobs.
 """
 
 from __future__ import annotations

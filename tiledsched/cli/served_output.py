@@ -121,7 +121,7 @@ def _entry_row(entry: Entry, compiler: str) -> dict[str, str]:
         "median us": f"{us:.1f}" if us else "-",
         "rate": (rate_text(entry.problem, us) if us else "") or "-",
         "model us": f"{entry.model_us:.1f}" if entry.model_us else "-",
-        "runner-up": f"+{entry.margin:.1%}" if entry.margin is not None else "-",
+        "runner-up": f"{entry.margin:+.1%}" if entry.margin is not None else "-",
         "ties": str(len(entry.ties)),
         "programs": str(entry.candidates),
         "schedule": entry.schedule.short(),
@@ -238,7 +238,7 @@ def print_landscapes(
     if regimes:
         print("measured landscapes that ship")
     for (kernel, arch, problem), of in sorted(regimes.items()):
-        print_wrapped(f"{kernel} on {arch}: {problem}, {' and '.join(sorted(of))}")
+        print_wrapped(f"{kernel} on {arch}: {problem}, {' and '.join(sorted({*of}))}")
     if modelled:
         print("\n" * bool(regimes) + "compiled programs that ship, whose times a report estimates (modelled)")
     for one in modelled:

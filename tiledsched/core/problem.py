@@ -451,13 +451,12 @@ class Declaration:
             raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(cls.fields)}{meant}")
         missing = [name for name, each in cls.fields.items() if name not in values and each.default is None]
         if missing:
-            called = []
-            for short, names in cls.label.items():  # as `-p` and the help of commands call them
-                dims = (names,) if isinstance(names, str) else names
-                if set(dims) <= set(missing):
-                    called.append(f"{short} ({' and '.join(dims)})")
-                    missing = [name for name in missing if name not in dims]
-            raise ProblemError(f"a problem of {cls.name} needs {', '.join([*called, *missing])}")
+            # As `-p` and the help of commands call them.
+            short = {key: (names,) if isinstance(names, str) else names for key, names in cls.label.items()}
+            short = {key: names for key, names in short.items() if set(names) <= set(missing)}
+            called = [f"{key} ({' and '.join(names)})" for key, names in short.items()]
+            rest = [name for name in missing if not any(name in names for names in short.values())]
+            raise ProblemError(f"a problem of {cls.name} needs {', '.join([*called, *rest])}")
         try:
             found = {name: each.read(name, values.get(name, each.default)) for name, each in cls.fields.items()}
         except ValueError as error:

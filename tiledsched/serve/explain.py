@@ -172,7 +172,9 @@ class Explanation:
         elif entry.model_us is not None:
             error = error_of(self.arch, entry.problem, entry.schedule)
             modelled = f"{entry.model_us:.1f} us (an estimate; nothing was measured; {error_text(error)})"
-        margin = f"{entry.margin:.1%} slower" if entry.margin is not None else "not measured"
+        margin = "not measured"
+        if entry.margin is not None:  # it is below 0 where a race's rules chose between what cannot be told apart
+            margin = f"{abs(entry.margin):.1%} {'faster' if round(entry.margin, 3) < 0 else 'slower'}"
         layer = f" ({entry.layer} layer)" if entry.layer else ""
         source = entry.source.removesuffix(f"; {entry.same_numbers}")
         return [
