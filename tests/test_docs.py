@@ -28,7 +28,7 @@ from tiledsched.serve.process import Runtime
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-RUN = ("check", "choosing", "database", "faq", "python", "recipes", "training")
+RUN = ("check", "choosing", "database", "drop-in", "faq", "python", "recipes", "training")
 """Other pages whose commands are run."""
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WRITE = os.environ.get("TILEDSCHED_WRITE_TABLES") == "1"
