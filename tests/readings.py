@@ -131,7 +131,9 @@ def default_cost(self, case, cost, of, most, rest):
 
 
 def untuned_cost(self, case, cost, of, most, rest):
-    """What is served without tuning costs, over problems."""
+    """What is served without tuning costs, over problems; each of them is hidden in turn."""
+    if len(self.evidence.explored) > self.most_hidden:
+        return
     yield "cost", cost, lambda: statistics.median(_known(self.untuned_costs))
     yield "problems", of, lambda: len(_known(self.untuned_costs))
     yield "most", most, lambda: max(_known(self.untuned_costs))
@@ -557,7 +559,7 @@ SENTENCES = {
     ),
     "default": (rf"The compiler defaults take {COST}(?:; for {N} they have no time)?\.", default_cost),
     "untuned": (
-        rf"What is served without tuning takes {COST}(?:; for the other {N} that schedule was not timed)?\.",
+        rf"What is served without tuning takes {COST}(?:; for the other {N} that schedule (?:was not timed|has no estimate))?\.",
         untuned_cost,
     ),
     "hidden": (
@@ -576,6 +578,10 @@ SENTENCES = {
     "error": (
         r"Estimates like these were ([\d.]+%)(?: to ([\d.]+%))? off on average(?:, depending on size and tile)? \((.*)\)\.",
         model_error,
+    ),
+    "never compared": (
+        r"Estimates like these were never compared with .*: they do not tell which schedule is faster\.",
+        lambda self, case: [("known", 0, lambda: sum(bool(one.error) for one in self.evidence.explored))],
     ),
     "error unknown": (rf"For {N} of {N} problems? they were never compared with .*\.", error_unknown),
     "rule": (rf"(`\w+`(?: x `\w+`)*): (.*) \(right for {N} of {N} problems left out; one value for all: {N}\)\.", rule),
