@@ -10,7 +10,7 @@ from collections import Counter
 from recomputed import chosen_few
 
 from tiledsched.core.problem import rate_of, unit_of
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.schedule import HINT_KNOBS, Schedule
 
 N = r"([\d,]+)"
 LONGER = (
@@ -426,8 +426,8 @@ def shown(share):
 
 def name_of(self, schedule):
     """A schedule in a word: its tile where it has one."""
-    known = self.evidence.tile_knobs
-    return tile_text(schedule[knob] for knob in known) if known else schedule.short()
+    known = () if {*(self.tile or ())} & {*HINT_KNOBS} else self.tile
+    return tile_text(schedule[knob] for knob in known) if known and {*known} <= {*schedule} else schedule.short()
 
 
 def few(self, case, five, problems, two, one):
