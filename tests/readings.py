@@ -662,20 +662,6 @@ def best_table(self, group, head, cells):
     yield "without tuning", row["served without tuning takes longer by"], lambda: case.cost(self.untuned(case))
 
 
-def depending(self, group, head, cells):
-    """Knobs that depend on each other."""
-    knob, before, after = re.fullmatch(r"`?(\w+)`?: (\S+) to (\S+)", cells[0]).groups()
-    yield from _interaction(self, knob, before, after, *cells[1:])
-
-
-def _interaction(self, knob, before, after, circumstance, inside, pairs, outside, others):
-    found = self.evidence.interaction(knob, before, after, circumstance)
-    yield "with", inside, lambda: found()[0]
-    yield "pairs", pairs, lambda: found()[1]
-    yield "elsewhere", outside, lambda: found()[2]
-    yield "pairs elsewhere", others, lambda: found()[3]
-
-
 def both_regimes(self, group, head, cells):
     """Burst against sustained."""
     case = self.by_text[cells[0].partition(", fp16")[0]][0]
@@ -753,7 +739,6 @@ def failures(self, group, head, cells):
 
 TABLES = {
     "Schedules of": best_table,
-    "Knobs that depend on each other": depending,
     "Burst against sustained": both_regimes,
     "For which problems a value is good": rules_table,
     "Conditions": conditions,
@@ -818,15 +803,6 @@ def sensitivity_csv(self, row):
         yield "worst", row[f"{prefix}worst_drop_percent"], lambda: 100 * _relative(case.worst_tile(self.tile))
 
 
-def interactions_csv(self, row):
-    """Knobs that depend on each other."""
-    found = self.evidence.interaction(row["knob"], row["before"], row["after"], row["circumstance"])
-    yield "with", row["change_with_percent"], lambda: 100 * found()[0]
-    yield "pairs", row["pairs_with"], lambda: found()[1]
-    yield "elsewhere", row["change_without_percent"], lambda: 100 * found()[2]
-    yield "pairs elsewhere", row["pairs_without"], lambda: found()[3]
-
-
 def regimes_csv(self, row):
     """Burst against sustained."""
     case = _case_of_row(self, row)
@@ -851,7 +827,6 @@ CSV_FILES = {
     "schedules.csv": schedules_csv,
     "knobs.csv": knobs_csv,
     "sensitivity.csv": sensitivity_csv,
-    "interactions.csv": interactions_csv,
     "regimes.csv": regimes_csv,
     "winners.csv": winners_csv,
 }

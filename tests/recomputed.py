@@ -800,48 +800,6 @@ class Evidence:
         return effect([case.pairs_of(knob, value, against) for case in self.explored], not self.measured)
 
     @cached_property
-    def _changes(self):
-        """For each change of one knob: the schedule before it and the log ratio of the times, over all measured cases."""
-        found = defaultdict(list)
-        for case in self.measured:
-            groups = defaultdict(list)
-            for each in case.programs:
-                for knob in each:
-                    rest = frozenset((name, typed(value)) for name, value in each.items() if name != knob)
-                    groups[knob, rest].append(each)
-            for (knob, _), members in groups.items():
-                for one, other in itertools.permutations(members, 2):
-                    if min(case.times[one], case.times[other]) <= 1.3 * case.us:
-                        key = knob, str(one[knob]).lower(), str(other[knob]).lower()
-                        found[key].append((one, math.log(case.times[other] / case.times[one])))
-        return found
-
-    def interaction(self, knob, before, after, circumstance):
-        """A function that gives what a change does under a circumstance and elsewhere, each with its number of pairs."""
-
-        def found():
-            words = {"yes": "true", "no": "false"}
-            plain = self._changes[knob, before.lower(), after.lower()]
-            pairs = plain or self._changes[knob, words.get(before, before), words.get(after, after)]
-            size, _, how = circumstance.strip("`").partition(", ")
-            name, _, value = size.partition("=")
-
-            def holds(each):
-                own = (
-                    "x".join(str(each[part]) for part in self.tile_knobs)
-                    if name == "tile"
-                    else str(each.get(name)).lower()
-                )
-                alone = each.get("persistent") in ("no", 0)
-                return own == value and (not how or alone == (how == "one block per tile"))
-
-            inside = [ratio for each, ratio in pairs if holds(each)]
-            outside = [ratio for each, ratio in pairs if not holds(each)]
-            return math.expm1(np.mean(inside)), len(inside), math.expm1(np.mean(outside)), len(outside)
-
-        return found
-
-    @cached_property
     def regimes(self):
         """For each problem measured in both regimes: programs in both, each regime's winner, and what it costs in the other."""
         first = defaultdict(dict)

@@ -545,8 +545,8 @@ ANSWER = """
 B=16 H=32 S=1024 D=64 float16 on NVIDIA Sample
   128x64 a_knob_with_a_long_name_1=1 a_knob_with_a_long_name_2=2
     a_knob_with_a_long_name_3=3
-  250.0 us measured, 550 TFLOP/s; the default takes 25.0% longer; the runner-up
-    takes as long; 1 tied
+  250.0 us measured, 550 TFLOP/s; the compiler defaults take 25.0% longer; the
+    runner-up takes as long; 1 tied
   40 schedules built, 30 distinct programs; 35 compiled now, 20 measured, 0
     failed, 12.3 s
 """
@@ -603,7 +603,7 @@ def test_a_newcomers_tune_ends_with_the_answer_and_commands_that_work(cli, home,
     assert (
         lacking(flat, f"{' '.join(shown(entry))} ", "Nothing was measured", "the model's favourites were built") == []
     )
-    assert re.search(r"us modelled, \d+ TFLOP/s; the default takes .*; the runner-up takes", flat)
+    assert re.search(r"us modelled, \d+ TFLOP/s; the compiler defaults take .*; the runner-up takes", flat)
     assert f"3 of {valid_schedules()} schedules built" in flat
     commands = [shlex.split(command) for command in re.findall(r"^    tiledsched (.*)$", rest, re.MULTILINE)]
     assert [words[0] for words in commands] == ["explain", "report", "tune"]

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 FAKES = ROOT / "tests" / "fake_gb10"
 WORDS = ["-p", "rows=4096", "--jobs", "1"]
 WINNER = (
-    "rows=N floatN on NVIDIA GBN TILE=N warps=N N us measured, N GB/s; the default takes N% longer; the runner-up takes "
+    "rows=N floatN on NVIDIA GBN TILE=N warps=N N us measured, N GB/s; the compiler defaults take N% longer; the runner-up takes "
     "N% longer N schedules built, N distinct programs; N compiled now, N measured, N failed, N s"
 )
 THROTTLED = WINNER.replace("us measured,", "us measured with the clock held down,") + (

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -32,10 +33,12 @@ import tiledsched
 from tiledsched.cli import main
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.labels import format_problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.remember import machine as machines
 from tiledsched.remember import replacing
 from tiledsched.remember.__main__ import main as run_program
+from tiledsched.remember.declaration import stored_kernel
 from tiledsched.remember.description import Request
 from tiledsched.store.db import TuningDB
 
@@ -496,12 +499,19 @@ def test_of_two_processes_that_measure_at_once_both_give_one_answer(machine):
     assert winners == [SPACE[4]] * 3
 
 
+def as_printed(name) -> str:
+    """The problem that was searched, as commands and reports print it for `-p`."""
+    (problem,) = stored_kernel(name, None).default_problems()
+    return format_problem(problem)
+
+
 def test_results_are_shown_as_any_other_without_the_code(machine, tmp_path, capsys):
     search()
     name = f"{scale._pyfunc.__module__}:scale"
     for words, said in (
         (["explain", name, "--arch", "sm_90"], "factor=0.5"),
         (["explain", name, "--arch", "sm_90", "-p", "factor=0.5", "--json"], '"provenance": "measured"'),
+        (["explain", name, "--arch", "sm_90", "-p", as_printed(name)], "measured: this problem was measured"),
         (["show", name], "tile=128"),
         (["db", "export", name, "-o", str(tmp_path / "table.json")], ""),
         (["db", "check"], ""),
@@ -543,6 +553,17 @@ def test_a_program_is_named_by_its_file_and_not_run(machine, tmp_path, capsys, m
         assert main(words) == code
         out, err = capsys.readouterr()
         assert said in out + err
+
+
+def test_the_sample_that_ships_is_explained_as_its_page_says(tmp_path, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "drop-in.md").read_text()
+    words = re.search(r"tiledsched (explain silu.py:silu .*)", page)[1].split()
+    database = ["--db", str(tmp_path / "sample.db")]
+    assert main(["db", "import", "sample", *database]) == 0
+    capsys.readouterr()
+    assert main([*words[: words.index("--db")], *words[words.index("--db") + 2 :], *database]) == 0
+    printed = capsys.readouterr().out.partition("\n  settings")[0]
+    assert f"```\n{printed}\n```" in page
 
 
 @pytest.mark.parametrize("way", ["table", "bundle", "site"])

@@ -2,7 +2,7 @@
 
 `python -m docs.studies.knobs tuning_db/landscapes/attention/*_burst_*.json.xz`. Plain is the default of the space; the
 structural knobs are those it marks `measured_only`. Programs that were never checked count in no time of the first two
-tables; the third is the report's interactions.
+tables; the third has changes of one knob whose effect depends on other knobs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from docs.studies.interactions import interactions, interactions_table
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import rate_of, unit_of
 from tiledsched.core.registry import kernel_named
@@ -20,9 +21,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.core.text import NOTHING
 from tiledsched.measure.runner import Measurement
-from tiledsched.report.analysis import interactions
 from tiledsched.report.document import Table, to_markdown
-from tiledsched.report.text import interactions_table
 from tiledsched.store.exchange import read_table
 
 Landscapes = Sequence[Sequence[Measurement]]

@@ -137,17 +137,9 @@ def bring_in(run: Invocation, sources: tuple[str, ...]) -> None:
 
 
 def _named_files(source: str) -> list[str]:
-    """The files that a word names: those of the sample, or the word itself.
-
-    Raises:
-        ConfigError: it names the sample, and none ships.
-    """
-    if source != SAMPLE or os.path.exists(source):
-        return [source]
-    files = sorted(map(str, (data_files.tuning_db() / "samples").glob("*.json*")))
-    if not files:
-        raise ConfigError("no sample ships with this version; name a file, or a database by its URL")
-    return files
+    """The files that a word names: those of the sample, or the word itself."""
+    samples = sorted(map(str, (data_files.tuning_db() / "samples").glob("*.json*")))
+    return samples if source == SAMPLE and samples and not os.path.exists(source) else [source]
 
 
 def _is_database(source: str) -> bool:

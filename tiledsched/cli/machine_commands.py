@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiledsched.cli.app import Invocation, arch_option, command, jobs_option, kernel_argument, option, problem_options
+from tiledsched.cli.app import (
+    Invocation,
+    arch_option,
+    argument,
+    command,
+    jobs_option,
+    kernel_argument,
+    option,
+    problem_options,
+)
 from tiledsched.cli.output import note, print_wrapped
 from tiledsched.cli.problems import named_problems, read_variants
 from tiledsched.cli.seen_flag import archs_of, by_kernel, seen_option, select
@@ -176,7 +185,14 @@ def _done_by(run: Invocation, campaign: str, entries: list[Entry]) -> list[Entry
 
 
 @command("trust")
-@click.argument("file", required=False, default=PROJECT_FILE, type=click.Path(path_type=Path), metavar="[FILE]")
+@argument(
+    "file",
+    required=False,
+    default=PROJECT_FILE,
+    type=click.Path(path_type=Path),
+    metavar="[FILE]",
+    help=f"the file of settings (default: {PROJECT_FILE})",
+)
 @option("--revoke", is_flag=True, help="trust it no longer")
 def trust_file(run: Invocation, file: Path, revoke: bool) -> int:
     """Let tiledsched.toml in this folder say where things go.

@@ -66,7 +66,11 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         ConfigError: the key and what is allowed.
     """
     values: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
-    for part in _parts(text):
+    known = [word for field in kernel.fields.values() if isinstance(field, Choice) for word in field.words]
+    # Arrays of remembered searches are written with spaces, such as float16[64 128]: there every value has its key.
+    spaced = any(re.search(r"[\s,:]", word) for word in known)
+    key_follows = rf"[,\s]+(?=(?:{'|'.join(map(re.escape, keys(kernel)))})=)"
+    for part in re.split(key_follows, text.strip()) if spaced else _parts(text):
         key, equals, words = part.partition("=")
         if not equals:
             key, words = _alone(kernel, part)
@@ -76,7 +80,7 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
                 f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
                 f"{', '.join(keys(kernel))}{_meant(kernel, part)}"
             )
-        either = ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
+        either = "$^" if spaced else ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
         values[names] = [_read_each(kernel, names, key, word.strip()) for word in re.split(either, words)]
     return values
 

@@ -119,7 +119,7 @@ def _entry_row(entry: Entry, compiler: str) -> dict[str, str]:
         "compiler": entry.compiler,
         "provenance": _provenance(entry, compiler),
         "median us": f"{us:.1f}" if us else "-",
-        "rate": rate_text(entry.problem, us) if us else "-",
+        "rate": (rate_text(entry.problem, us) if us else "") or "-",
         "model us": f"{entry.model_us:.1f}" if entry.model_us else "-",
         "runner-up": f"{entry.margin:+.1%}" if entry.margin is not None else "-",
         "ties": str(len(entry.ties)),
@@ -147,7 +147,7 @@ def _may_be_left_out(entries: Sequence[Entry], name: str) -> bool:
 def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
     for entry in entries:
         us = entry.median_us
-        timed = f"{us:.1f} us, {rate_text(entry.problem, us)}" if us else "not measured"
+        timed = ", ".join(filter(None, [f"{us:.1f} us", rate_text(entry.problem, us)])) if us else "not measured"
         print_wrapped(f"{entry.arch} {entry.problem}: {timed} ({_provenance(entry, compiler)})")
         print_wrapped(entry.schedule.short(), "    ")
 

@@ -134,16 +134,17 @@ def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     us, how = entry.median_us, f"{how} with the clock held down" if throttled(entry, {}) else how
     if us is None:
         us, how = entry.model_us, "modelled"
-    words = [] if us is None else [f"{us:.1f} us {how}, {rate_text(entry.problem, us)}"]
+    words = [] if us is None else [", ".join(filter(None, [f"{us:.1f} us {how}", rate_text(entry.problem, us)]))]
     if not result.is_served(entry):
         if entry.fingerprint or entry.measurement:
             why = f"kept: a {entry.provenance} entry stands above what this run found"
         else:  # no entry of this problem
             why = f"served in place of what this run found ({result.entry.schedule.short()}): {entry.source}"
         return "; ".join([*words, why])
-    for what, over in (("the default", result.over_default), ("the runner-up", result.over_runner_up)):
+    others = ("the compiler defaults take", result.over_default), ("the runner-up takes", result.over_runner_up)
+    for what, over in others:
         if over is not None:
-            words.append(f"{what} takes {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} takes as long")
+            words.append(f"{what} {over:.1%} longer" if over >= NO_DIFFERENCE else f"{what} as long")
     if entry.provenance == "modelled":
         words.append(error_text(error_of(entry.arch, entry.problem, entry.schedule)))
     if entry.ties:

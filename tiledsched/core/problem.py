@@ -224,8 +224,9 @@ def rate_of(problem: Problem, us: float) -> float:
 
 
 def rate_text(problem: Problem, us: float, places: int = 0) -> str:
-    """The rate of a run that takes `us` microseconds with its unit: `612 TFLOP/s`."""
-    return f"{rate_of(problem, us):.{places}f} {unit_of(problem)}"
+    """The rate of a run that takes `us` microseconds with its unit: `612 TFLOP/s`; empty where the kernel says neither FLOPs
+    nor bytes."""
+    return f"{rate:.{places}f} {unit_of(problem)}" if (rate := rate_of(problem, us)) else ""
 
 
 def describe_values(values: Mapping[str, Value]) -> str:
@@ -300,6 +301,8 @@ class Declaration:
     published times let expect that each call gains a millisecond."""
     compiled_rivals: ClassVar[tuple[str, ...]] = ()
     """Rivals whose first call in a process takes seconds. They serve where each call gains a microsecond or more."""
+    is_called: ClassVar[bool] = False
+    """Whether it is known from calls of `exhaustive_search` alone: its own program chooses, launches and measures."""
     cost: ClassVar[Cost] = Cost()
     """Least traffic and the model of a schedule's time."""
     similarity: ClassVar[Similarity] = Similarity()
@@ -448,13 +451,12 @@ class Declaration:
             raise ProblemError(f"unknown problem keys {unknown}; known are {sorted(cls.fields)}{meant}")
         missing = [name for name, each in cls.fields.items() if name not in values and each.default is None]
         if missing:
-            called = []
-            for short, names in cls.label.items():  # as `-p` and the help of commands call them
-                dims = (names,) if isinstance(names, str) else names
-                if set(dims) <= set(missing):
-                    called.append(f"{short} ({' and '.join(dims)})")
-                    missing = [name for name in missing if name not in dims]
-            raise ProblemError(f"a problem of {cls.name} needs {', '.join([*called, *missing])}")
+            # As `-p` and the help of commands call them.
+            short = {key: (names,) if isinstance(names, str) else names for key, names in cls.label.items()}
+            short = {key: names for key, names in short.items() if set(names) <= set(missing)}
+            called = [f"{key} ({' and '.join(names)})" for key, names in short.items()]
+            rest = [name for name in missing if not any(name in names for names in short.values())]
+            raise ProblemError(f"a problem of {cls.name} needs {', '.join([*called, *rest])}")
         try:
             found = {name: each.read(name, values.get(name, each.default)) for name, each in cls.fields.items()}
         except ValueError as error:

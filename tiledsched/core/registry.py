@@ -136,12 +136,10 @@ def load_kernel(where: str | KernelClass) -> KernelClass:
     if not isinstance(where, str):
         if _is_kernel(where):
             return where
-        todo = f"declare it first: class Name(ts.Kernel), with function = {getattr(where, '__name__', 'this')}"
-        if _is_kernel(type(where)):
-            todo = f"give the class without parentheses: {type(where).__name__}"
-        elif not callable(where):
-            todo = "give a subclass of ts.Kernel, or the name of a kernel"
-        raise ConfigError(f"{where!r:.80} is no kernel; {todo}")
+        raise ConfigError(
+            f"{where!r:.80} is no kernel; give the class that declares it, without parentheses (class Name(ts.Kernel): function "
+            "= ...), or its name"
+        )
     place, colon, class_name = where.rpartition(":")
     place = place.removesuffix(":")  # as pytest has it
     if not colon:

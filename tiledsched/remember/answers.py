@@ -111,18 +111,18 @@ class FailedRow(NamedTuple):
     command: dict[str, Any]
 
 
-class ProblemRow(NamedTuple):
+class CalledProblem(NamedTuple):
     """A row of :data:`PROBLEMS`."""
 
     number: str
     dims: dict[str, Any]
 
 
-Row = TypeVar("Row", ServedRow, MeasuredRow, BuiltRow, FailedRow, ProblemRow)
+Row = TypeVar("Row", ServedRow, MeasuredRow, BuiltRow, FailedRow, CalledProblem)
 
 
-class Rows:
-    """The rows of queries on one database. Rows that are not what the store writes are skipped, and counted in `skipped`.
+class StoredRows:
+    """The rows of queries on one database. StoredRows that are not what the store writes are skipped, and counted in `skipped`.
 
     Args:
         run: runs a query with named values.
@@ -136,7 +136,7 @@ class Rows:
         for row in self._run(query, words):
             try:
                 *others, last = row
-                of_json = kind in (FailedRow, ProblemRow) and isinstance(last, str)
+                of_json = kind in (FailedRow, CalledProblem) and isinstance(last, str)
                 yield msgspec.convert((*others, json.loads(last) if of_json else last), kind)
             except (ValueError, RecursionError, msgspec.ValidationError):
                 self.skipped += 1
@@ -248,8 +248,8 @@ class AnswerStore:
     def _read_rows(self, url: str | None) -> Answers:
         call = self._call
         with _queries(url) as run:
-            rows = Rows(run)
-            problem = self._of_this_call(rows.read(ProblemRow, PROBLEMS, self._words))
+            rows = StoredRows(run)
+            problem = self._of_this_call(rows.read(CalledProblem, PROBLEMS, self._words))
             if problem is None:
                 return Answers()
             found, words = Answers(problem=problem), {**self._words, "problem": problem.id}

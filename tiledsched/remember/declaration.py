@@ -35,6 +35,7 @@ class StoredField(Choice):
 class StoredKernel(Declaration):
     """The kernel of stored calls. It has problems and schedules, and no code."""
 
+    is_called = True
     stored: ClassVar[tuple[Problem, ...]] = ()
     """Its problems."""
 

@@ -1,8 +1,5 @@
 """Computes what tiles, knobs and few schedules are worth from the times of schedules. These are pure functions: no database is
 read.
-
-Knobs that depend on each other are read off matched pairs, programs that differ in one knob only: where the change of that knob
-does one thing in one kind of kernel and another in the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tiledsched.core.schedule import KnobValue, Schedule, named_tile
-from tiledsched.report.records import MEASURED, Interaction, ProblemReport, Tile, TileTime, Timed
+from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.report.records import MEASURED, ProblemReport, Tile, TileTime, Timed
 
 T = TypeVar("T")
 WITHIN = 1.3
@@ -109,100 +103,6 @@ def _differ_in(place: int | None, first: Sequence[int], second: Sequence[int]) -
         and first[place] != second[place]
         and sum(map(operator.ne, first, second)) == 1
     )
-
-
-Times = Sequence[tuple[Schedule, float]]
-"""The distinct programs of one problem on one device: one schedule of each, and its time in microseconds."""
-FEWEST_PAIRS = 4
-"""Pairs that an interaction needs on either side."""
-FEWEST_ERRORS = 3.0
-"""Difference that an interaction needs, in standard errors. With two, chance would produce some among the dozens
-examined.
-"""
-LEAST_DIFFERENCE = math.log(1.03)
-"""Difference that an interaction needs, in log time."""
-EQUAL = 1 + 1e-9
-"""Two differences within this ratio are equal: a circumstance and its opposite have the same one."""
-_Change = tuple[str, KnobValue, KnobValue]
-"""A knob, its value before, and its value after."""
-
-
-def interactions(problems: Sequence[Times], *, most: int = 12) -> tuple[Interaction, ...]:
-    """Changes of one knob whose effect depends on the rest of the schedule, the largest difference first.
-
-    For every change of one knob from one value to another, and for every circumstance (the value of another knob, the
-    tile, the tile of a persistent kernel), the mean log ratio of times with it is compared with the mean without it. Of
-    one change the circumstance with the largest difference is given.
-    """
-    changes: dict[_Change, list[float]] = defaultdict(list)
-    holds: dict[_Change, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    tile = named_tile(dict.fromkeys(knob for times in problems for schedule, _ in times for knob in schedule)) or ()
-    for times in problems:
-        best = min((us for _, us in times), default=math.inf)
-        close = [us <= WITHIN * best for _, us in times]
-        known: dict[Schedule, list[tuple[str, Sequence[str]]]] = {}
-        for knob, first, second in neighbours([(schedule, (schedule, us)) for schedule, us in times], close):
-            (before, before_us), (after, after_us) = sorted((first, second), key=lambda one: _rank(one[0][knob]))
-            if before not in known:
-                known[before] = list(_circumstances(before, tile))
-            change = knob, before[knob], after[knob]
-            for circumstance, names in known[before]:
-                if knob not in names:
-                    holds[change][circumstance].append(len(changes[change]))
-            changes[change].append(math.log(after_us / before_us))
-    found = [one for change, all_of in changes.items() if (one := _largest(change, np.array(all_of), holds[change]))]
-    return tuple(sorted(found, key=lambda one: (-abs(one.effect_with - one.effect_without), one.knob)))[:most]
-
-
-def _rank(value: KnobValue) -> tuple[float, str]:
-    """Sorts numbers by value and words by the alphabet; it decides in which direction a change is described."""
-    return (0.0, value) if isinstance(value, str) else (float(value), "")
-
-
-def _circumstances(schedule: Schedule, tile: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """What can be said of a schedule, each with the knobs that it names. `tile` names the knobs of a tile's rows and columns."""
-    if tile and {*tile} <= set(schedule):
-        size = f"tile={'x'.join(str(schedule[name]) for name in tile)}"
-        yield size, tile
-        if "persistent" in schedule:
-            how = "one block per tile" if schedule["persistent"] in ("no", 0) else "persistent"
-            yield f"{size}, {how}", (*tile, "persistent")
-    for name, value in schedule.items():
-        yield f"{name}={str(value).lower()}", (name,)
-
-
-def _largest(change: _Change, effects: NDArray[np.float64], holds: Mapping[str, list[int]]) -> Interaction | None:
-    """The circumstance under which a change has an effect that differs most from its effect elsewhere; None where no
-    difference is certain.
-
-    Args:
-        change: the knob, its value before, and its value after.
-        effects: log ratio of the times for each pair.
-        holds: circumstance -> the places of the pairs under it.
-    """
-    best: Interaction | None = None
-    for circumstance, places in sorted(holds.items()):
-        inside, outside = effects[places], np.delete(effects, places)
-        if min(inside.size, outside.size) < FEWEST_PAIRS:
-            continue
-        error = math.sqrt(inside.var(ddof=1) / inside.size + outside.var(ddof=1) / outside.size)
-        if abs(inside.mean() - outside.mean()) < max(LEAST_DIFFERENCE, FEWEST_ERRORS * error):
-            continue
-        one = Interaction(
-            knob=change[0],
-            before=change[1],
-            after=change[2],
-            circumstance=circumstance,
-            effect_with=math.expm1(inside.mean()),
-            pairs_with=inside.size,
-            effect_without=math.expm1(outside.mean()),
-            pairs_without=outside.size,
-        )
-        if best is None or abs(one.effect_with - one.effect_without) > EQUAL * abs(
-            best.effect_with - best.effect_without
-        ):
-            best = one
-    return best
 
 
 LEAST_PROGRAMS = 20

@@ -283,7 +283,8 @@ def _default(problems: Sequence[ProblemReport]) -> str:
     """What the compiler defaults cost."""
     drops = [one.default_drop for one in problems if one.default_drop is not None]
     if not drops:
-        return "The compiler defaults were not timed." if problems[0].provenance == MEASURED else ""
+        of_space = problems[0].provenance == MEASURED and not problems[0].problem.declaration.is_called
+        return "The compiler defaults were not timed." if of_space else ""
     rest = len(problems) - len(drops)
     return f"The compiler defaults take {_cost(drops)}{f'; for {rest} they have no time' if rest else ''}."
 
@@ -440,9 +441,11 @@ def command_of(report: Report, name: str, one: ProblemReport | None = None, *mor
 
 def target_of(report: Report, one: ProblemReport | None = None) -> list[str]:
     """The words of a command that name the kernel and the arch of a report; with a problem, that too. A kernel of one's own is
-    named by its file.
+    named by its file, and one that is known from stored results by its name.
     """
-    kernel = report.kernel if report.kernel in SHIPPED else kernel_named(report.kernel).locator()
+    kernel = report.kernel
+    if kernel not in SHIPPED and not kernel_named(kernel).is_called:
+        kernel = kernel_named(kernel).locator()
     problem = ["-p", format_problem(one.problem)] if one else []
     return [os.path.relpath(kernel) if os.path.isabs(kernel) else kernel, "--arch", report.arch, *problem]
 

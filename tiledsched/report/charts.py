@@ -380,7 +380,7 @@ def views(reports: Sequence[Report]) -> list[View]:
     dashes = {"measured": [1, 0], "computed": [4, 4]}
     lines = [each for each in dashes if each == "computed" or any(report.measured.problems for report in reports)]
     relative = quantity("relative", "time / best time", scale=RATIOS["scale"], axis=RATIOS["axis"])
-    grey = {"condition": {"test": "datum.low > 1", "value": RED}, "value": "#888888"}
+    grey = {"condition": {"test": "datum.slower", "value": RED}, "value": "#888888"}
     kind = word("kind", None, scale=KINDS, legend=None)
     named = named_tile(knobs)
     curve = {
@@ -457,7 +457,8 @@ def views(reports: Sequence[Report]) -> list[View]:
             name="knob-effects",
             heading="What another value of a knob costs",
             caption="Each line is the mean over pairs of programs that differ in this knob alone, with its 95% interval (of "
-            "estimates: their range): how much longer they take than with the best schedule's value. Orange is surely slower."
+            "estimates: their range): how much longer they take than with the best schedule's value. Orange is surely slower; of "
+            "estimates, by more than the model's error."
             + (" The tile's knobs are in the map above." if report.tile_knobs else ""),
             spec={
                 **effects_chart("time / time with the best schedule's value", grey),

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -137,9 +137,9 @@ class Compared:
     verdict: str
     """One of VERDICTS, or ESTIMATED."""
     old_winner: KnownTime | None = None
-    """B's time of the schedule that was A's best, where the two have different ones and B timed both."""
+    """B's time of the schedule that was A's best, where B timed it."""
     new_winner: KnownTime | None = None
-    """A's time of the schedule that is B's best, where A timed both."""
+    """A's time of the schedule that is B's best, where A timed it."""
 
     @property
     def one_measurement(self) -> bool:
@@ -306,15 +306,17 @@ def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
         width = ON_ANY_GPU
     first, second = (_fastest(side.values(), width) for side in known)
     in_a, in_b = (_schedules(side, width) for side in (a, b))
-
-    def row(key: Key) -> Compared:
-        found = judged(first[key], second[key], threshold)
-        if not found.winner_differs:
-            return found
-        there, before = (key, found.b.device, found.a.schedule), (key, found.a.device, found.b.schedule)
-        return replace(found, old_winner=in_b.get(there), new_winner=in_a.get(before))
-
-    rows = [row(key) for key in first if key in second]
+    rows = [
+        judged(
+            first[key],
+            second[key],
+            threshold,
+            old_winner=in_b.get((key, second[key].device, first[key].schedule)),
+            new_winner=in_a.get((key, first[key].device, second[key].schedule)),
+        )
+        for key in first
+        if key in second
+    ]
     rows.sort(key=lambda row: ((*VERDICTS, ESTIMATED).index(row.verdict), -row.ratio, row.b.problem))
     others = {(key[:width], program): one for (key, program), one in b.programs.items()}
     both = [(one, others.get((key[:width], program))) for (key, program), one in a.programs.items()]
@@ -341,8 +343,7 @@ def _fastest(known: Iterable[KnownTime], width: int) -> dict[Key, KnownTime]:
     found: dict[Key, KnownTime] = {}
     for one in known:
         key = key_of(one)[:width]
-        if key not in found or one.us < found[key].us:
-            found[key] = one
+        found[key] = min(found.get(key, one), one, key=lambda each: each.us)
     return found
 
 
@@ -368,28 +369,32 @@ def why_unpaired(one: KnownTime, name: str, other: Side) -> str:
     return f"{name} has no time of this problem under the same conditions"
 
 
-def judged(a: KnownTime, b: KnownTime, threshold: float) -> Compared:
+def judged(a: KnownTime, b: KnownTime, threshold: float, **winners: KnownTime | None) -> Compared:
     """Compare two times of one problem: is B slower, faster, the same within `threshold`, or are the two tied?
 
     The two medians are independent: their relative 95% half-widths add in quadrature. Slower and faster are what lies beyond the
     threshold and whose two intervals are apart; the same is what lies within the threshold with its whole interval. Tied is the
     rest: the two intervals overlap, or the ratio lies within the threshold and its interval does not.
+
+    Args:
+        a: the time in A.
+        b: the time in B.
+        threshold: differences up to this share of the time count as none.
+        winners: `old_winner` and `new_winner` of :class:`Compared`.
     """
-    ratio = b.us / a.us
-    if a.modelled or b.modelled:
-        return Compared(a=a, b=b, ratio=ratio, low=ratio, high=ratio, verdict=ESTIMATED)
-    if _one_measurement(a, b):
-        return Compared(a=a, b=b, ratio=1.0, low=1.0, high=1.0, verdict="same")
-    half = math.hypot(*(math.log(one.timing.ci_high_us / one.timing.ci_low_us) / 2 for one in (a, b)))
+    again, estimated = not _one_measurement(a, b), a.modelled or b.modelled
+    ratio, limit = b.us / a.us if again or estimated else 1.0, 1 + threshold
+    half = math.hypot(*(math.log(one.timing.ci_high_us / one.timing.ci_low_us) / 2 * again for one in (a, b)))
     low, high = ratio * math.exp(-half), ratio * math.exp(half)
-    limit = 1 + threshold
     verdicts = {
+        ESTIMATED: estimated,
         "slower": ratio > limit and b.timing.ci_low_us > a.timing.ci_high_us,
         "faster": ratio < 1 / limit and b.timing.ci_high_us < a.timing.ci_low_us,
         "same": high <= limit and low >= 1 / limit,
+        "tied": True,
     }
-    verdict = next((name for name, holds in verdicts.items() if holds), "tied")
-    return Compared(a=a, b=b, ratio=ratio, low=low, high=high, verdict=verdict)
+    verdict = next(name for name, holds in verdicts.items() if holds)
+    return Compared(a=a, b=b, ratio=ratio, low=low, high=high, verdict=verdict, **winners)
 
 
 def _one_measurement(a: KnownTime, b: KnownTime) -> bool:

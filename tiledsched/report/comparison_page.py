@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ VERDICTS = {
     ESTIMATED: ("estimated", ORANGE, (2, 2)),
 }
 """How each verdict is called and drawn: its name, colour and dashes."""
+SECTIONS: dict[str, Callable[[Compared], bool]] = {
+    "What became slower": lambda row: row.verdict == "slower",
+    "What became faster": lambda row: row.verdict == "faster",
+    "What is a tie": lambda row: row.verdict == "tied",
+    "What is the same, with another best schedule": lambda row: row.verdict == "same" and row.winner_differs,
+    "All problems": lambda row: row.verdict == ESTIMATED,
+}
+"""The tables of the page, and which problems each of them lists."""
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 5, 10, 20, 50, 100)
 FINE_TICKS = (0.98, 0.99, 1.01, 1.02)
 
@@ -72,11 +80,8 @@ def comparison_blocks(found: Comparison) -> list[Block]:
                 text=f"Time in B over time in A, of {plural(len(drawn), 'problem')}",
             )
         )
-    for verdict, title in (("slower", "What became slower"), ("faster", "What became faster")):
-        blocks += _times([row for row in found.rows if row.verdict == verdict], title, found)
-    blocks += _winners(found)
-    blocks += _times([row for row in found.rows if row.verdict == "tied"], "What is a tie", found)
-    blocks += _times([row for row in found.rows if row.verdict == ESTIMATED], "All problems", found)
+    for title, shown in SECTIONS.items():
+        blocks += _times([row for row in found.rows if shown(row)], title, found)
     blocks += _unpaired(found)
     if drift := drift_of(found):
         blocks += [
@@ -102,7 +107,8 @@ def _caption(found: Comparison) -> str:
     text += (
         "The bar at its end is the 95% interval of that ratio. "
         f"Slower and faster are differences of more than {found.threshold * 100:g}% whose two 95% intervals are apart; the same "
-        "is what surely differs by less; all else is a tie, and dashed."
+        "is what surely differs by less; all else is a tie, and dashed. Two schedules tie where A or B timed both and their "
+        "intervals overlap, or where a tune could not tell them apart."
     )
     return text + (f" {left} of the problems are not drawn: both sides hold the very same measurement." if left else "")
 
@@ -209,50 +215,21 @@ def _change(row: Compared) -> str:
     return f"{excess(row.ratio)} longer" if row.ratio >= 1 else f"{excess(1 / row.ratio)} less (A takes it longer)"
 
 
-def _heading(title: str, rows: Sequence[object]) -> Heading:
-    return Heading(text=f"{title} ({len(rows)})", folded=len(rows) > OPEN_ROWS)
-
-
 def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Block]:
     """A table of times, or nothing without rows."""
-    if not rows:
-        return []
     cells = [
         (label_of(row.b, found), f"{row.ratio:.3f}: {_time(row.a)}, {_time(row.b)}", _schedules(row)) for row in rows
     ]
-    return [_heading(title, rows), Table(head=("problem", "B / A, and both times", "both schedules"), rows=cells)]
-
-
-def _winners(found: Comparison) -> list[Block]:
-    """The problems whose best schedules differ, with what keeping the old one costs in B."""
-    rows = [row for row in found.rows if row.winner_differs and row.verdict != ESTIMATED]
-    if not rows:
-        return []
-    text = (
-        "The best schedule in B is another one than in A. The last column says whether B is slower or faster, and how much "
-        "longer A's best schedule takes in B than B's best. A tie means that A or B measured both and their 95% intervals "
-        "overlap, or that a tune called them tied: either may be served."
-    )
-    cells = [
-        (label_of(row.b, found), _schedules(row), f"{VERDICTS[row.verdict][0]}; {_cost_of_old_winner(row)}")
-        for row in rows
-    ]
-    head = ("problem", "best in B, and what A's has in its place", "B is; A's best in B is")
-    return [
-        _heading("Which problems have another best schedule", rows),
-        Paragraph(text=text),
-        Table(head=head, rows=cells),
-    ]
+    head = ("problem", "B / A, and both times", "best in B, and what A's has in its place")
+    heading = Heading(text=f"{title} ({len(rows)})", folded=len(rows) > OPEN_ROWS)
+    return [heading, Table(head=head, rows=cells)] if rows else []
 
 
 def _schedules(row: Compared) -> str:
-    return f"{code(row.b.schedule)}; A: {code(unlike_in_a(row)) if row.winner_differs else 'the same'}"
-
-
-def _cost_of_old_winner(row: Compared) -> str:
-    if row.winner_tied:
-        return "a tie"
-    return f"{excess(row.old_winner.us / row.b.us)} longer" if row.old_winner else "not timed in B"
+    """Both best schedules, and how much longer A's takes in B, where B timed it."""
+    costs = f", {excess(row.old_winner.us / row.b.us)} longer in B" if row.old_winner else ""
+    cost = ", a tie" if row.winner_tied else costs
+    return f"{code(row.b.schedule)}; A: {code(unlike_in_a(row)) + cost if row.winner_differs else 'the same'}"
 
 
 def _unpaired(found: Comparison) -> list[Block]:

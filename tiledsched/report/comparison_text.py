@@ -17,21 +17,19 @@ LONG = 32
 
 
 def verdict_of(found: Comparison) -> str:
-    """The comparison in one sentence, with how many problems each part of it is over."""
+    """The comparison, which has rows, in one sentence, with how many problems each part of it is over."""
     rows, (a, b) = found.rows, (found.a, found.b)
     if a == b or max(len(a), len(b)) > LONG:
         a, b = "A", "B"
-    if not rows:
-        return f"{a} and {b} have no problem in common."
     total = plural(len(rows), "problem")
     if found.modelled:
         sides = [name for name, taken in ((a, rows[0].a), (b, rows[0].b)) if taken.modelled]
         whose = f"the times of {' and of '.join(sides)} are the performance model's"
-        ratios = sorted(row.ratio for row in rows)
-        middle, low, high = statistics.median(ratios), ratios[0], ratios[-1]
+        ratios = [row.ratio for row in rows]
+        middle = statistics.median(ratios)
         return (
             f"This compares estimates, not two measurements ({whose}), so nothing is called faster or slower: over {total}, "
-            f"{b} takes {middle:.2f} times the time of {a} at the median, from {low:.2f} to {high:.2f} times."
+            f"{b} takes {middle:.2f} times the time of {a} at the median, from {min(ratios):.2f} to {max(ratios):.2f} times."
         )
     again = [row for row in rows if not row.one_measurement]
     if not again:
@@ -42,8 +40,8 @@ def verdict_of(found: Comparison) -> str:
             of = f" for {len(ratios)}" if parts else f" than {a} for {len(ratios)} of {total}"
             by = f"by {excess(statistics.median(ratios))}" + " at the median of those" * (len(ratios) > 1)
             parts.append(f"{verdict}{of} ({by})")
-    devices = {taken.device for row in rows for taken in (row.a, row.b)}
-    where = f"On {devices.pop()}, " if len(devices) == 1 else ""
+    device, *more = {taken.device for row in rows for taken in (row.a, row.b)}
+    where = "" if more else f"On {device}, "
     head = " and ".join(parts) or f"neither slower nor faster than {a} for any of {total}"
     counts = Counter(row.verdict for row in again)
     changed, ties = (sum(getattr(row, name) for row in rows) for name in ("winner_changed", "winner_tied"))

@@ -217,25 +217,6 @@ def winners_csv(report: Report) -> str:
     return _csv(list(dict.fromkeys(knob for row in rows for knob in row)), rows)
 
 
-def interactions_csv(report: Report) -> str:
-    """One row for each change of a knob whose effect depends on the rest of the schedule."""
-    rows = [
-        {
-            "arch": report.arch,
-            "knob": one.knob,
-            "before": one.before,
-            "after": one.after,
-            "circumstance": one.circumstance,
-            "change_with_percent": f"{one.effect_with * 100:.3f}",
-            "pairs_with": one.pairs_with,
-            "change_without_percent": f"{one.effect_without * 100:.3f}",
-            "pairs_without": one.pairs_without,
-        }
-        for one in report.measured.interactions
-    ]
-    return _csv(list(rows[0]) if rows else (), rows)
-
-
 def _fields(problems: Iterable[Problem]) -> list[str]:
     """The fields of the problems. Fields added later are left out where every problem has their default."""
     return list(dict.fromkeys(name for one in problems for name in one.to_json() if name != "kernel"))

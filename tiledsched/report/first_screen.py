@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.analysis import broad
@@ -81,6 +82,9 @@ def status(one: ProblemReport, report: Report) -> str:
 def next_of(one: ProblemReport, report: Report) -> tuple[str, str]:
     """The command to run next for a problem, and what it does."""
     unit, known = tile_unit(report), bool(broad([one]))
+    if kernel_named(report.kernel).is_called:
+        more = "its own program measures again where `TILEDSCHED_REMEMBER=new`"
+        return command_of(report, "explain", one), f"says what is known of it; {more}."
     if one.provenance != MEASURED:
         return command_of(report, "tune", one), f"measures it, on a machine with a GPU of {report.arch}."
     if one.explained is None or one.explained.provenance != MEASURED:
@@ -105,7 +109,8 @@ def next_of(one: ProblemReport, report: Report) -> tuple[str, str]:
 
 def facts(one: ProblemReport, report: Report) -> list[tuple[str, str, str]]:
     """What a reader wants to know of a problem: what it is, the figure, and what there is to add."""
-    found = [_served(one, report), _untuned(one, report), _default(one, report)]
+    costs = [] if kernel_named(report.kernel).is_called else [_untuned(one, report), _default(one, report)]
+    found = [_served(one, report), *costs]
     if (unit := tile_unit(report)) and one.tile_drop is not None and one.second_tile:
         second = one.second_tile
         found.append(

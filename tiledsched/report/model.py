@@ -21,7 +21,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Measurement
-from tiledsched.report.analysis import interactions, tile_times
+from tiledsched.report.analysis import tile_times
 from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
@@ -171,12 +171,7 @@ def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
-    times = [
-        [(one.schedule, one.us) for one in report.timed if one.same_program_as is None]
-        for report in ordered
-        if provenance == MEASURED
-    ]
-    return Section(provenance=provenance, problems=ordered, interactions=interactions(times))
+    return Section(provenance=provenance, problems=ordered)
 
 
 class _Builds:
@@ -430,6 +425,7 @@ class _Desk:
 
     def _answers(self, key: LandscapeKey, wanted: bool = True) -> tuple[Served | None, Served | None]:
         """What is served for a problem on a device and, where `wanted`, what would be without tuning: finding that takes long."""
+        wanted = wanted and not self.kernel.is_called
         return self.serving.served(*key), self.serving.untuned(*key) if wanted else None
 
     def _write_up(
@@ -485,7 +481,8 @@ class _Desk:
     def default(self, problem: Problem) -> Schedule | None:
         """The default schedule of a problem; None where its space has none."""
         if problem not in self._defaults:
-            self._defaults[problem] = _or_none(self.space.default, problem) if self.space else None
+            space = None if self.kernel.is_called else self.space
+            self._defaults[problem] = _or_none(space.default, problem) if space else None
         return self._defaults[problem]
 
     def _timed_as(self, schedule: Schedule | None, timed: Sequence[Timed]) -> Timed | None:

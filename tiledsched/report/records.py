@@ -179,28 +179,6 @@ class KnobVerdict:
     """Each value that the winners of searches have, with their number, the most frequent first; empty where estimated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interaction:
-    """A change of one knob whose effect depends on the rest of the schedule."""
-
-    knob: str
-    """Name of the knob."""
-    before: KnobValue
-    """Its value before the change."""
-    after: KnobValue
-    """Its value after the change."""
-    circumstance: str
-    """Under which circumstance the effect differs, e.g. `persistent=strided`."""
-    effect_with: float
-    """Time after the change over time before, minus 1, under the circumstance: geometric mean over the pairs."""
-    pairs_with: int
-    """Number of these pairs."""
-    effect_without: float
-    """Time after the change over time before, minus 1, where the circumstance does not hold."""
-    pairs_without: int
-    """Number of pairs behind that ratio."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProblemReport:
     """Everything the report says about one problem on one device. Two of them are never equal."""
@@ -380,8 +358,6 @@ class Section:
     """measured or modelled."""
     problems: tuple[ProblemReport, ...]
     """The problems, sorted by device, by what they share, by accumulator mode, then by size."""
-    interactions: tuple[Interaction, ...] = ()
-    """Knobs that depend on each other, over all problems; empty where modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)

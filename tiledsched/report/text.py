@@ -12,23 +12,15 @@ from typing import Any
 from tiledsched.core.device import describe_gpus
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT
-from tiledsched.core.text import NOTHING, change, code, microseconds, percent_cell, plural, short
+from tiledsched.core.text import NOTHING, code, microseconds, percent_cell, plural, short
 from tiledsched.report import charts
 from tiledsched.report.analysis import few_schedules
 from tiledsched.report.answer import answer, next_step, target_of
-from tiledsched.report.axes import cell, show
-from tiledsched.report.csv_files import (
-    interactions_csv,
-    knobs_csv,
-    regimes_csv,
-    rules_csv,
-    schedules_csv,
-    sensitivity_csv,
-    winners_csv,
-)
+from tiledsched.report.axes import cell
+from tiledsched.report.csv_files import knobs_csv, regimes_csv, rules_csv, schedules_csv, sensitivity_csv, winners_csv
 from tiledsched.report.document import Block, Chart, Explorer, ExplorerCase, Heading, Paragraph, Table, write_document
 from tiledsched.report.first_screen import facts, lead, name_of, next_of, opened_on, shown_problems, status
-from tiledsched.report.records import MEASURED, DeviceConditions, Interaction, ProblemReport, Report, Section
+from tiledsched.report.records import MEASURED, DeviceConditions, ProblemReport, Report, Section
 from tiledsched.report.rules import rules_of
 from tiledsched.report.vega import Spec
 from tiledsched.report.views import (
@@ -73,7 +65,6 @@ def _tables(report: Report) -> dict[str, str]:
         "winners.csv": winners_csv(report),
         **({"rules.csv": rules} if (rules := rules_csv(report)).strip() else {}),
         **({"regimes.csv": regimes_csv(report)} if report.regimes else {}),
-        **({"interactions.csv": interactions_csv(report)} if report.measured.interactions else {}),
     }
 
 
@@ -315,12 +306,6 @@ def _section(section: Section, report: Report, after: str) -> list[Block]:
         blocks += [Heading(text=report.group_text(group[0]), level=3), _best_table(group, report)]
     blocks += _rules(section, report, after)
     blocks += _few(explored(section.problems), after)
-    if section.interactions:
-        blocks += [
-            Heading(text=f"Knobs that depend on each other{after}", folded=True),
-            Paragraph(text=INTERACTIONS),
-            interactions_table(section.interactions),
-        ]
     return blocks
 
 
@@ -380,30 +365,6 @@ def _rules(section: Section, report: Report, after: str) -> list[Block]:
         "where its values differ by no more than noise. `saves` is how much less time the rule's value takes than the one "
         "value for all, where the two differ and many programs of the problem were timed.",
     )
-
-
-def interactions_table(found: Sequence[Interaction]) -> Table:
-    """The interactions of knobs, as a table with one change to a row."""
-    return _table(
-        ("change", "circumstance", "time with it", "pairs", "time elsewhere", "pairs"),
-        (
-            (
-                f"`{one.knob}`: {show(one.before)} to {show(one.after)}",
-                f"`{one.circumstance}`",
-                change(one.effect_with),
-                str(one.pairs_with),
-                change(one.effect_without),
-                str(one.pairs_without),
-            )
-            for one in found
-        ),
-    )
-
-
-INTERACTIONS = (
-    "Changes of one knob, all else equal, that do one thing under a circumstance and another elsewhere: the mean change of the "
-    "time, over pairs whose faster program is within 30% of the best. Of each change the circumstance that differs most."
-)
 
 
 def _regimes(report: Report, after: str) -> list[Block]:

@@ -15,7 +15,6 @@ from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
 from tiledsched.report.records import AS_GOOD, ProblemReport, Report, Tile, Timed, ValueEffect
-from tiledsched.store.model_error import error_text
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -65,7 +64,7 @@ def source_of(report: Report, one: ProblemReport) -> str:
     """Where the times of a problem come from, for the title of a picture."""
     if one.device_name:
         return f"measured on {one.device_name} ({report.arch})" + (f", {one.taken:%Y-%m-%d}" if one.taken else "")
-    return f"modelled for {report.arch}, not measured; {error_text(one.error)}"
+    return f"modelled for {report.arch}, not measured"
 
 
 def listed(one: ProblemReport, most: int) -> dict[Schedule, int]:
@@ -216,8 +215,10 @@ def judged_knobs(one: ProblemReport, tile: Collection[str]) -> list[ValueEffect]
     return [each for each in value_effects(one) if each.knob not in tile]
 
 
-def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
-    """What each value of a knob costs in place of another, from matched pairs; values without enough pairs are left out."""
+def knob_rows(effects: Iterable[ValueEffect], error: float = 0.0) -> list[Row]:
+    """What each value of a knob costs in place of another, from matched pairs; values without enough pairs are left out. Only
+    what takes longer by more than `error`, the model's where times are estimates, is called slower.
+    """
     return [
         {
             "change": f"{each.knob}: {show(each.value)}, not {show(each.against)}",
@@ -225,6 +226,7 @@ def knob_rows(effects: Iterable[ValueEffect]) -> list[Row]:
             "low": round(low := each.ci_low or each.ratio, 4),
             "high": round(high := each.ci_high or each.ratio, 4),
             "between": f"{low:.3f} to {high:.3f} ({'range of estimates' if each.estimated else '95% interval'})",
+            "slower": min(low, each.ratio - error) > 1,
             "said": change(each.ratio - 1),
             "pairs": each.pairs,
             "problems": each.problems,
@@ -403,7 +405,9 @@ def views_of(
     partly = f"{len(programs)} of {one.programs} programs are drawn." if len(programs) < one.programs else ""
     rows: dict[str, Sequence[Row]] = {
         "tiles": tile_rows(one, tile, places) if tile and one.programs > 1 else (),
-        "effects": knob_rows(each for each in effects if not _faster_elsewhere(each)),
+        "effects": knob_rows(
+            (each for each in effects if not _faster_elsewhere(each)), 0 if one.device_name else one.tolerance
+        ),
         "pairs": pair_rows(one, pair, places) if pair else (),
         "bars": histogram_rows(one) if one.programs > 1 else (),
         "marks": mark_rows(one, places),

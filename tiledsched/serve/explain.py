@@ -162,10 +162,12 @@ class Explanation:
         is_own = (entry.problem, entry.schedule) == (self.problem, served.schedule)
         measured = modelled = slowed = ""
         if m is not None:
-            measured = (
-                f"{m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}], {rate_text(entry.problem, m.median_us)}, "
-                f"{m.samples} samples on {m.device.name}, {entry.regime}, {m.created_at:%Y-%m-%d}"
+            parts = (
+                f"{m.median_us:.1f} us [{m.ci_low_us:.1f}, {m.ci_high_us:.1f}]",
+                rate_text(entry.problem, m.median_us),
+                f"{m.samples} samples on {m.device.name}, {entry.regime}, {m.created_at:%Y-%m-%d}",
             )
+            measured = ", ".join(filter(None, parts))
             slowed = served.held_down and f"{served.held_down}; tune again when the GPU holds its clock"
         elif entry.model_us is not None:
             error = error_of(self.arch, entry.problem, entry.schedule)

@@ -187,13 +187,10 @@ class Ranking(ProblemTune):
                     least = its
                     self.watcher.best(us, record.schedule)
 
-        def is_over() -> bool:
-            return (
-                self.compiled > 0 and time.monotonic() > self.deadline_s and (least[1] < math.inf or done > len(first))
-            )
-
         alone = self.deadline_s - time.monotonic() < LEAST_S  # no time for more than must be built
-        while done < most and not is_over():
+        while done < most:
+            if self.compiled and time.monotonic() > self.deadline_s and (least[1] < math.inf or done > len(first)):
+                break
             chosen: Sequence[Schedule] = list(left)
             if alone and not done:
                 chosen = first

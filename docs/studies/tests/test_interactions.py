@@ -8,8 +8,8 @@ import random
 import pytest
 from report_samples import plain
 
+from docs.studies.interactions import interactions
 from tiledsched.core import data_files
-from tiledsched.report.analysis import interactions
 from tiledsched.store.exchange import read_table
 
 
