@@ -975,11 +975,6 @@ CHARTS = {"costs": costs_chart, "knobs": knobs_chart, "rates": rates_chart, "reg
 # `explain` and `show`.
 
 
-def entries_of(self, problem):
-    """The entries of a problem, in whatever layer and for whatever GPU."""
-    return [entry for entry in self.evidence.entries if entry["problem"] == problem]
-
-
 def explained_json(self, problem, row):
     """What `explain --json` says of a problem."""
     known = self.evidence
