@@ -10,7 +10,7 @@ from collections import Counter
 from recomputed import chosen_few
 
 from tiledsched.core.problem import rate_of, unit_of
-from tiledsched.core.schedule import Schedule
+from tiledsched.core.schedule import HINT_KNOBS, Schedule
 
 N = r"([\d,]+)"
 LONGER = (
@@ -131,7 +131,9 @@ def default_cost(self, case, cost, of, most, rest):
 
 
 def untuned_cost(self, case, cost, of, most, rest):
-    """What is served without tuning costs, over problems."""
+    """What is served without tuning costs, over problems; each of them is hidden in turn."""
+    if len(self.evidence.explored) > self.most_hidden:
+        return
     yield "cost", cost, lambda: statistics.median(_known(self.untuned_costs))
     yield "problems", of, lambda: len(_known(self.untuned_costs))
     yield "most", most, lambda: max(_known(self.untuned_costs))
@@ -424,8 +426,8 @@ def shown(share):
 
 def name_of(self, schedule):
     """A schedule in a word: its tile where it has one."""
-    known = self.evidence.tile_knobs
-    return tile_text(schedule[knob] for knob in known) if known else schedule.short()
+    known = () if {*(self.tile or ())} & {*HINT_KNOBS} else self.tile
+    return tile_text(schedule[knob] for knob in known) if known and {*known} <= {*schedule} else schedule.short()
 
 
 def few(self, case, five, problems, two, one):
@@ -557,7 +559,7 @@ SENTENCES = {
     ),
     "default": (rf"The compiler defaults take {COST}(?:; for {N} they have no time)?\.", default_cost),
     "untuned": (
-        rf"What is served without tuning takes {COST}(?:; for the other {N} that schedule was not timed)?\.",
+        rf"What is served without tuning takes {COST}(?:; for the other {N} that schedule (?:was not timed|has no estimate))?\.",
         untuned_cost,
     ),
     "hidden": (
@@ -576,6 +578,10 @@ SENTENCES = {
     "error": (
         r"Estimates like these were ([\d.]+%)(?: to ([\d.]+%))? off on average(?:, depending on size and tile)? \((.*)\)\.",
         model_error,
+    ),
+    "never compared": (
+        r"Estimates like these were never compared with .*: they do not tell which schedule is faster\.",
+        lambda self, case: [("known", 0, lambda: sum(bool(one.error) for one in self.evidence.explored))],
     ),
     "error unknown": (rf"For {N} of {N} problems? they were never compared with .*\.", error_unknown),
     "rule": (rf"(`\w+`(?: x `\w+`)*): (.*) \(right for {N} of {N} problems left out; one value for all: {N}\)\.", rule),
@@ -967,11 +973,6 @@ def regimes_chart(self, row):
 CHARTS = {"costs": costs_chart, "knobs": knobs_chart, "rates": rates_chart, "regimes": regimes_chart}
 
 # `explain` and `show`.
-
-
-def entries_of(self, problem):
-    """The entries of a problem, in whatever layer and for whatever GPU."""
-    return [entry for entry in self.evidence.entries if entry["problem"] == problem]
 
 
 def explained_json(self, problem, row):

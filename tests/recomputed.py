@@ -29,7 +29,6 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Device
 
-LIMITS = (0.01, 0.02, 0.05)
 FACTS = ("registers", "threads", "shared_bytes", "spill_bytes", "num_ctas", "code_bytes", "ctas_per_sm")
 
 

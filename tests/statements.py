@@ -112,6 +112,8 @@ class Reader:
         self.unread: list[str] = []
         """Sentences and tables that no pattern reads."""
         self.by_text, self.by_id = defaultdict(list), {}
+        self.most_hidden = 100
+        """Of more problems it is not found anew what not tuning costs them all."""
         self._hidden: Hidden | None = None
         self._untuned: dict[Any, Any] = {}
         self.listed: dict[tuple[str, str], None] = {}
@@ -423,6 +425,9 @@ def main(argv=None):
     parser.add_argument("--count", type=int, default=200, help="statements to draw; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, help="a report that is there already (default: it is written anew)")
+    parser.add_argument(
+        "--hide", type=int, default=100, help="problems to hide, a second each, for what is served without tuning"
+    )
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         report = given.report or Path(folder)
@@ -430,6 +435,7 @@ def main(argv=None):
             run("report", given.kernel, "--arch", given.arch, "-o", str(report), db=given.db)
         evidence = Evidence(given.kernel, given.arch, given.db)
         reader = Reader(evidence, report, served_by_explain(evidence))
+        reader.most_hidden = given.hide
         found = [*reader.report(), *listed(reader)]
         found += explained(reader, problems_to_explain(reader.evidence, given.seed))
     drawn = draw(found, given.count or len(found), given.seed)
