@@ -22,7 +22,7 @@ COST = rf"{LONGER} \((?:median of )?([\d,]+) problems?(?:, at most {LONGER})?\)"
 MEDIAN = r"\((?:median of )?([\d,]+) problems?\)"
 TIME = r"([\d.,]+) µs(?: \(([\d.,]+) ([A-Z]+/s)\))?"
 EXPLAINS = (
-    "Each (square|line|dot|figure|tile|point)|Orange|Outlined|Next: |As the map|At the foot|What is served has|The best schedule reaches|"
+    "Each (square|line|dot|figure|tile|point|size)|Where a point is|None is known: no rule|Orange|Outlined|Next: |As the map|At the foot|What is served has|The best schedule reaches|"
     "Times of two races|Faster only|Fewer than|Which value is good depends|[0-9,]+ of [0-9,]+ programs are drawn|Grey lines|Bars count|Point at|In schedules|To learn|To measure|Fewer may|All |"
     "A (schedule|question|problem) |Changes of one knob|Differences below|Too few|Short is|A value|`saves`"
 )
@@ -340,8 +340,8 @@ def within(self, case, device, arch, day, programs, near, wider):
         lambda: f"{max(one.created for one in self.evidence.listed if one.problem == case.problem):%Y-%m-%d}",
     )
     yield "programs", programs, lambda: case.count
-    yield "within 1%", near, lambda: sum(case.cost(each) <= 0.01 for each in case.programs)
-    yield "within 5%", wider, lambda: sum(case.cost(each) <= 0.05 for each in case.programs)
+    yield "within 1%", near, lambda: sum(case.cost(each) <= 0.01 for each in case.programs) - 1
+    yield "within 5%", wider, lambda: sum(case.cost(each) <= 0.05 for each in case.programs) - 1
 
 
 def estimated(self, case, programs, mean, figures, source, worst):
@@ -350,7 +350,11 @@ def estimated(self, case, programs, mean, figures, source, worst):
     yield "error", mean, lambda: case.error["mean"]
     yield "figures", figures, lambda: case.error["figures"]
     yield "source", source, lambda: case.error["source"]
-    yield "worst", worst, lambda: case.error["worst"]
+    yield (
+        "worst",
+        worst,
+        lambda: f"{abs(case.error['worst']) * 100:.0f}% too {'long' if case.error['worst'] > 0 else 'short'}",
+    )
 
 
 def bare_rule(self, case, knobs, parts):
@@ -361,8 +365,9 @@ def bare_rule(self, case, knobs, parts):
 
 def matters(self, case, text):
     """What knobs cost at their worst value in one problem."""
-    for knob, cost in re.findall(rf"`(\w+)` {LONGER}", text):
-        yield "worst value", cost, lambda knob=knob: max(worst_effects(case, knob)) - 1
+    for knob, value, cost in re.findall(rf"`(\w+)` = (\S+) {LONGER}", text):
+        yield "worst value", cost, lambda knob=knob: max(worst_effects(case, knob))[0] - 1
+        yield "which", value, lambda knob=knob: max(worst_effects(case, knob))[1]
 
 
 def worst_effects(case, knob):
@@ -374,7 +379,7 @@ def worst_effects(case, knob):
             found["ratio"]
             and min(found["low"], found["ratio"] - (0.01 if case.provenance == "measured" else case.tolerance)) > 1
         ):
-            yield found["ratio"]
+            yield found["ratio"], value_text(value)
 
 
 def fact(self, case, title, value, more):
@@ -412,7 +417,7 @@ def fact(self, case, title, value, more):
         yield "cost", said, lambda: case.runner_up
     elif title == "Served without tuning" and value.startswith("about"):
         yield "expected", value[6:], lambda: {f"{shown(band['mean'])} longer" for band in self.evidence.bands}
-        cases, worst = re.search(r"over (\d+) hidden problems, at worst (\S+%)", more).groups()
+        cases, worst = re.search(r"On (\d+) other tuned problems .*, (\S+%) at worst", more).groups()
         yield "of", (int(cases), worst), lambda: {(band["cases"], shown(band["worst"])) for band in self.evidence.bands}
     elif title == "Served without tuning" and (estimate or tie or "%" in value or value in ("no longer", "as long")):
         yield "cost", said, lambda: case.cost(self.untuned(case))
@@ -606,13 +611,13 @@ SENTENCES = {
     "highest rate": (rf"Among these problems, the highest rate is that of ([^:]*): {CODE}, {TIME}\.", highest),
     "best": (rf"(?:On [^`]* |By [^`]* )?[Tt]he best schedule is {CODE}: {TIME}(?:, measured)?\.", best),
     "within": (
-        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?(?:, {N} of them within 1% of the best "
-        rf"time and {N} within 5%, the best included)?\.",
+        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?(?:; beside the fastest, {N} (?:is|are) within "
+        rf"1% of its time and {N} within 5%)?\.",
         within,
     ),
     "estimated": (
         rf"Nothing was measured: the performance model estimates {N} programs? for sm_\w+; such estimates were ([\d.]+%) off on "
-        rf"average \({N} ([^;]*); at worst ([-+\d.]+%)\), so that smaller differences decide nothing\.",
+        rf"average \({N} ([^;]*); at worst ([\d.]+% too \w+)\), so that smaller differences decide nothing\.",
         estimated,
     ),
     "estimated, no error": (
@@ -620,7 +625,7 @@ SENTENCES = {
         lambda self, case, programs: [("programs", programs, lambda: case.count)],
     ),
     "bare rule": (r"(`\w+`(?: x `\w+`)*): ([^():]*)\.", bare_rule),
-    "matters": (r"At their worst value these cost most here, besides the \w[\w ]*: (.*)\.", matters),
+    "matters": (r"The values that cost most here, besides the \w[\w ]*: (.*)\.", matters),
     "few": (
         rf"{N} schedules? (?:is|are) enough to keep all {N} problems within 5% of their best, {N} within 2%, {N} within 1%\.",
         few,

@@ -396,20 +396,23 @@ def views(reports: Sequence[Report]) -> list[View]:
             name="tile-map",
             heading="Which tile is best" if named else f"{' and '.join(knobs)} together",
             caption=f"Each square is one value of {' and '.join(knobs)} with its best schedule over all other knobs; "
-            "1.10 takes 10% longer than the best. Outlined: what is served; dashed: what cannot be told apart from it. "
+            "1.10 takes 10% longer than the best. Outlined: what is served; dashed, if any: what cannot be told apart from it. "
             "A question mark: too few programs of this square were tried to judge it.",
             spec={**heat_map(*knobs), "width": "container", "height": {"step": 40}, "data": {"name": "tiles"}},
             main="tiles",
         ),
         View(
             name="curve",
-            heading=f"Best tile and what other choices cost, over {size}"
+            heading=f"Served tile, and what other choices cost, over {size}"
             if named
             else f"What other choices cost, over {size}",
-            caption="Each point is a problem that differs from this one in its sizes alone; "
-            "lines are means over problems of one size; the "
-            "vertical line is this problem."
-            + (" At the foot stands the tile that is served, or the best, at each size." if named else ""),
+            caption="Each point is the mean over the problems of one size, which differ from this one in sizes alone; the "
+            "vertical line is this problem. Where a point is missing, that choice has no time."
+            + (
+                " Each size has its tile below the axis: what is served, or the fastest where that has no time."
+                if named
+                else ""
+            ),
             spec={
                 "width": "container",
                 "height": 190,

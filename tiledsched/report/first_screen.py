@@ -10,6 +10,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.report.analysis import broad
 from tiledsched.report.answer import best_time, command_of, run_text, tile_unit, verdicts
+from tiledsched.report.axes import show
 from tiledsched.report.records import MEASURED, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
 from tiledsched.report.views import MOST_PROBLEMS, explored, judged_knobs
@@ -68,7 +69,7 @@ def status(one: ProblemReport, report: Report) -> str:
         return f"Nothing was measured: the performance model estimates {of} for {report.arch}; {error}."
     if one.programs > 1:
         near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
-        of += f", {near} of them within 1% of the best time and {wider} within 5%, the best included"
+        of += f"; beside the fastest, {near - 1} {'is' if near == 2 else 'are'} within 1% of its time and {wider - 1} within 5%"
     day = f", {one.taken:%Y-%m-%d}" if one.taken else ""
     cap = " at its power cap" if report.regime == "sustained" else ""
     held = "".join(
@@ -99,11 +100,11 @@ def next_of(one: ProblemReport, report: Report) -> tuple[str, str]:
         named = joined(
             [
                 *map(code, open_knobs[:MOST_NAMED]),
-                *([f"{len(open_knobs) - MOST_NAMED} more"] if len(open_knobs) > MOST_NAMED else []),
+                *([f"{len(open_knobs) - MOST_NAMED} more knobs"] if len(open_knobs) > MOST_NAMED else []),
             ]
         )
         tries = "tries schedules that differ from the best in one or two knobs"
-        return command_of(report, "tune", one, "--neighbours"), f"{tries}, to learn more about {named}."
+        return command_of(report, "tune", one, "--neighbours"), f"{tries}, if you want to know more about {named}."
     return command_of(report, "explain", one), "says what a call of it gets, and why."
 
 
@@ -151,10 +152,13 @@ def _served(one: ProblemReport, report: Report) -> tuple[str, str, str]:
     more = [] if name_of(chosen, report) == chosen.short() else [short(chosen)]
     if one.serves or not one.explained:
         more.append(f"{best_time(one, one.serves or one.leader)}{'' if one.provenance == MEASURED else ', modelled'}.")
+        if one.serves and not one.faster and one.serves.relative >= 1.0005:
+            least = "time of these" if one.provenance == MEASURED else "estimate"
+            more.append(f"The least {least}, with which costs are compared, is {figure(one.best.us)} µs.")
     else:
         more.append(f"It was not timed with these. The fastest that was: {_time(one.best, report)}.")
     if one.other_run:
-        more.append(f"In another run, which `explain` names, it took {run_text(one.other_run)}.")
+        more.append(f"`explain` shows its time in another run, {run_text(one.other_run)}.")
     if one.ties:
         tied = sorted({name_of(each, report) for each in one.ties} - {name_of(chosen, report)}) if report.tile else []
         others = f", of {tile_unit(report)} {joined(tied)} too" if tied else ""
@@ -177,8 +181,9 @@ def _untuned(one: ProblemReport, report: Report) -> tuple[str, str, str]:
     if other.relative is not None:
         return _cost(title, one, other.relative, named)
     if other.expected:
-        worst = f"at worst {percent(other.expected.worst)}"
-        about = f"Expected, not timed: the mean over {other.expected.cases} hidden problems, {worst}."
+        worst = f"{percent(other.expected.worst)} at worst"
+        took = f"such choices took {longer(other.expected.mean)} than the best on average, {worst}"
+        about = f"Not timed here. On {other.expected.cases} other tuned problems {took}."
         return title, f"about {longer(other.expected.mean)}", f"{named} {about}".strip()
     return title, "not known", f"{named} It was not timed for this problem.".strip()
 
@@ -194,13 +199,22 @@ def _default(one: ProblemReport, report: Report) -> tuple[str, str, str]:
 def lead(one: ProblemReport, report: Report) -> str:
     """Which value of a knob is good for which problems, and the knobs that cost most in this one; empty if neither is known."""
     section = report.measured if one.provenance == MEASURED else report.modelled
-    said = [f"{rule.text}." for rule in rules_of(section.problems, report.tile)[:MOST_NAMED]]
-    worst: dict[str, float] = {}
+    holding = [rule for rule in rules_of(section.problems, report.tile) if one not in rule.misses]
+    said = [f"{rule.brief}." for rule in holding[:MOST_NAMED]]
+    worst: dict[str, tuple[float, str]] = {}
     for each in judged_knobs(one, report.tile_knobs or ()):
         if each.ci_low is not None and each.ratio and min(each.ci_low, each.ratio - one.tolerance) > 1:
-            worst[each.knob] = max(worst.get(each.knob, 0.0), each.ratio)
-    ranked = sorted(worst, key=lambda knob: -worst[knob])[: 2 * MOST_NAMED]
+            worst[each.knob] = max(worst.get(each.knob, (0.0, "")), (each.ratio, show(each.value)))
+    ranked = sorted(worst, key=lambda knob: -worst[knob][0])[: 2 * MOST_NAMED]
+    what = f"besides the {tile_unit(report) or 'map'}"
     if ranked:
-        costs = joined(f"{code(knob)} {longer(worst[knob] - 1)}" for knob in ranked)
-        said.append(f"At their worst value these cost most here, besides the {tile_unit(report) or 'map'}: {costs}.")
+        costs = joined(f"{code(knob)} = {worst[knob][1]} {longer(worst[knob][0] - 1)}" for knob in ranked)
+        said.append(f"The values that cost most here, {what}: {costs}.")
+    elif not said and one.programs > 1:
+        why = (
+            "were tried in too few pairs or"
+            if one.provenance == MEASURED
+            else "differ by less than the model's error or"
+        )
+        said.append(f"None is known: no rule over problems was found, and values of knobs, {what}, {why} cost nothing.")
     return " ".join(["Knobs that matter:", *said] if said else [])

@@ -69,13 +69,23 @@ class Rule:
     """What the rule saves where it and one value for all name different values that both have a time: the difference of the two
     times over the problem's best, a mean over problems left out. None where there are too few such problems.
     """
+    misses: frozenset[ProblemReport]
+    """The problems for which the first value that it names is not good."""
 
     @property
     def text(self) -> str:
         """The rule in words, such as `TILE`: 64 where `columns` is up to 512; 128 where `columns` is from 1024."""
+        return self._text(MOST_VALUES)
+
+    @property
+    def brief(self) -> str:
+        """The rule in words, with the first value of each part alone."""
+        return self._text(1)
+
+    def _text(self, most: int) -> str:
         conditions: dict[str, list[str]] = {}
         for condition, values, _ in self.parts:
-            conditions.setdefault(" or ".join(values), []).append(condition)
+            conditions.setdefault(" or ".join(values[:most]), []).append(condition)
         alone = [f"{values} where {each[0]}" for values, each in conditions.items() if len(each) == 1]
         rest = [f"{values} elsewhere" for values, each in conditions.items() if len(each) > 1]
         return f"{' x '.join(map(code, self.knob))}: {'; '.join([*alone, *rest])}"
@@ -258,12 +268,14 @@ def _rule(knob: Knob, problems: Sequence[ProblemReport], trees: _Trees, chance: 
     gained = statistics.fmean(saved) if len(saved) >= FEWEST_OF_PART else None
     if by_chance > chance or (gained is not None and gained <= AS_GOOD):
         return None
-    parts = []
+    parts, missed = [], np.zeros(len(times), dtype=bool)
     for words, bits in made[depth]:
         often = good[bits & known].sum(axis=0)
         first, *rest = np.argsort(-gain[bits & known].sum(axis=0), kind="stable")
         also = [place for place in rest if often[place] >= NEAR * often[first]]
-        named = ("x".join(map(show, values[place])) for place in [first, *also][:MOST_VALUES])
+        places = [first, *also][:MOST_VALUES]
+        named = ("x".join(map(show, values[place])) for place in places)
+        missed |= bits & ~good[:, first]
         parts.append((words, tuple(named), int((bits & known).sum())))
     return Rule(
         knob=knob,
@@ -272,6 +284,7 @@ def _rule(knob: Knob, problems: Sequence[ProblemReport], trees: _Trees, chance: 
         right=int(right.sum()),
         constant_right=int(constant.sum()),
         saved=gained,
+        misses=frozenset(one for one, each in zip(problems, missed, strict=True) if each),
     )
 
 

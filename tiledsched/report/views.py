@@ -425,5 +425,11 @@ def views_of(
         "here": [{"size": one.size}],
     }
     within = "" if one.error is None else f"Differences below {one.tolerance * 100:.0f}% are within the model's error."
-    notes = {"tile-map": within, "knob-effects": not_drawn(effects), "resources": partly, "pairs": partly}
+    notes = {
+        "tile-map": within,
+        "curve": within,
+        "knob-effects": not_drawn(effects),
+        "resources": partly,
+        "pairs": partly,
+    }
     return rows, notes, pair

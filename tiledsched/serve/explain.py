@@ -152,8 +152,8 @@ class Explanation:
                 f"{loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}"
             )
         return (
-            f"{loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}: so much did {loss.cases} such choices "
-            f"lose on measured problems of {loss.kernel} on {loss.arch} that were hidden from them"
+            f"{loss.mean:.1%} slower than the best schedule, at worst {loss.worst:.1%}, as {loss.cases} such choices were on "
+            f"other measured problems of {loss.kernel} on {loss.arch}"
         )
 
     def _evidence(self, entry: Entry) -> list[tuple[str, str]]:

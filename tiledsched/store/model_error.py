@@ -29,7 +29,8 @@ class ModelError:
     """What these times are, e.g. `published figures of GB10`."""
 
     def __str__(self) -> str:
-        return f"{percent(self.mean)} off on average ({self.figures} {self.source}; at worst {self.worst * 100:+.0f}%)"
+        worst = f"{abs(self.worst) * 100:.0f}% too {'long' if self.worst > 0 else 'short'}"
+        return f"{percent(self.mean)} off on average ({self.figures} {self.source}; at worst {worst})"
 
 
 def error_of(arch: str, problem: Problem, schedule: Schedule) -> ModelError | None:
