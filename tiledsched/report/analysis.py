@@ -36,7 +36,7 @@ def tile_times(one: ProblemReport, knobs: tuple[str, str] | None) -> tuple[TileT
     for each in one.timed:
         if knobs is not None and {*knobs} <= {*each.schedule}:
             members[each.schedule.number(knobs[0]), each.schedule.number(knobs[1])].append(each)
-    programs = {tile: len({each.same_program_as or each.schedule for each in of}) for tile, of in members.items()}
+    programs = {tile: len({each.program for each in of}) for tile, of in members.items()}
     values: dict[str, set[object]] = defaultdict(set)
     for each in one.timed:
         for knob, value in each.schedule.items():

@@ -267,10 +267,6 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     if most > drop:
         said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
         said += "" if len(worst) == len(second) else f" ({_median(worst)})"
-    if not measured:
-        apart = [one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None and one.error]
-        which = f" The two differ by more than the model's error for {sum(apart)} of {plural(len(apart), 'problem')}."
-        return f"{where}, the second best {unit} {takes} {said}.{which if apart else ''}"
     if len(second) < FEWEST_PROBLEMS:
         return f"{where}, the second best {unit} {takes} {said}."
     if drop > AS_GOOD:

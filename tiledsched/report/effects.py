@@ -296,7 +296,7 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
     seen = set()
     items = [(timed.schedule, timed) for timed in one.timed]
     for knob, first, second in neighbours(items, [timed.relative <= WITHIN for timed in one.timed]):
-        keys, programs = (_key(first, knob), _key(second, knob)), (_program(first), _program(second))
+        keys, programs = (_key(first, knob), _key(second, knob)), (first.program, second.program)
         if (knob, *keys, *programs) not in seen:
             seen |= {(knob, *keys, *programs), (knob, *keys[::-1], *programs[::-1])}
             ratio = math.log(first.us / second.us)
@@ -307,10 +307,6 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
 
 def _key(timed: Timed, knob: str) -> _Key:
     return type(timed.schedule[knob]), timed.schedule[knob]
-
-
-def _program(timed: Timed) -> object:
-    return timed.same_program_as or timed.schedule
 
 
 def _tested(parts: Sequence[Sequence[float]]) -> tuple[float, float, int] | None:

@@ -14,7 +14,7 @@ from tiledsched.core.text import change, code, joined, plural
 from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
-from tiledsched.report.records import AS_GOOD, ProblemReport, Report, Tile, Timed, ValueEffect
+from tiledsched.report.records import AS_GOOD, MEASURED, ProblemReport, Report, Tile, Timed, ValueEffect
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -74,7 +74,7 @@ def listed(one: ProblemReport, most: int) -> dict[Schedule, int]:
     each tile.
     """
     programs = distinct(one)
-    own = {timed.schedule: timed.same_program_as or timed.schedule for timed in one.timed}
+    own = {timed.schedule: timed.program for timed in one.timed}
     named = [each.schedule for each in (*one.tiles, one.serves, one.default, one.untuned) if each]
     wanted = {timed.schedule for timed in sampled(programs, most)} | {own.get(each, each) for each in named}
     drawn = [timed.schedule for timed in programs if timed.schedule in wanted]
@@ -312,19 +312,30 @@ def mark_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
 
 
 def race_rows(one: ProblemReport) -> list[Row]:
-    """Each other implementation and the schedule of ours that it was timed in turn with: both times of that one run."""
+    """Each other implementation and the schedule of this problem's own entry that it was timed in turn with, the fastest first:
+    both times of that one run, as measured.
+    """
+    entry = one.served if one.provenance == MEASURED else None
+    if entry is None:
+        return []
+    taken = entry.updated_at or (entry.measurement.created_at if entry.measurement else None)
+    raced = [
+        (each.ratio, each.name, each.median_us, each.ours_us, each)
+        for each in entry.rivals or ()
+        if each.ratio is not None and each.median_us is not None and each.ours_us is not None
+    ]
     return [
         {
-            "rival": race.name,
-            "us": round(race.us, 2),
-            "ours_us": round(race.ours_us, 2),
-            "said": f"{race.ratio:.2f}x",
-            "interval": f"{race.ratio_low:.3f} to {race.ratio_high:.3f}",
-            "schedule": race.schedule.short(),
-            "day": f"{race.taken:%Y-%m-%d}" if race.taken else "",
-            "version": race.version,
+            "rival": name,
+            "us": round(us, 2),
+            "ours_us": round(ours_us, 2),
+            "said": f"{ratio:.2f}x",
+            "interval": f"{each.ratio_low or ratio:.3f} to {each.ratio_high or ratio:.3f}",
+            "schedule": entry.schedule.short(),
+            "day": f"{taken:%Y-%m-%d}" if taken else "",
+            "version": each.version,
         }
-        for race in one.races
+        for ratio, name, us, ours_us, each in sorted(raced, key=lambda race: race[:2])
     ]
 
 
