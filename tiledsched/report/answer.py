@@ -16,7 +16,7 @@ from tiledsched.core.text import code, figure, joined, longer, percent, plural, 
 from tiledsched.report.axes import show
 from tiledsched.report.effects import FEWEST_PROBLEMS, MOST_OTHERS, joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
-from tiledsched.report.rules import rules_of
+from tiledsched.report.rules import Rule, rules_of
 from tiledsched.report.views import explored
 from tiledsched.store.records import MeasurementSummary
 
@@ -44,6 +44,7 @@ def answer(report: Report) -> tuple[str, ...]:
     ]
     if not problems:
         return (*lines, *_tiles_served(report, section.problems), *_of_winners(section.problems))
+    rules = rules_of(section.problems, report.tile)
     found = [
         _error(report, problems),
         *_tiles_served(report, problems),
@@ -51,8 +52,8 @@ def answer(report: Report) -> tuple[str, ...]:
         _tiles(report, problems),
         _default(problems),
         _untuned(problems),
-        *rule_sentences(report),
-        *_knobs(report, problems),
+        *_rule_sentences(rules),
+        *_knobs(report, problems, rules),
         _highest_rate(problems),
     ]
     return tuple(filter(None, [*lines, *found]))
@@ -131,11 +132,10 @@ def _error(report: Report, problems: Sequence[ProblemReport]) -> str:
     return said + (f" For {rest} of {plural(len(problems), 'problem')} they were {unknown}." if rest else "")
 
 
-def rule_sentences(report: Report) -> list[str]:
+def _rule_sentences(rules: Sequence[Rule]) -> list[str]:
     """For which problems each value of a knob is good, as far as rules were found."""
-    found = rules_of((report.measured if report.measured.problems else report.modelled).problems, report.tile)
-    sentences = [f"{rule.text} ({rule.score})" for rule in found[:MOST_RULES]]
-    return [f"Which value is good depends on the problem. {'. '.join(sentences)}."] if found else []
+    sentences = [f"{rule.text} ({rule.score})" for rule in rules[:MOST_RULES]]
+    return [f"Which value is good depends on the problem. {'. '.join(sentences)}."] if sentences else []
 
 
 def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
@@ -320,12 +320,11 @@ def verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerd
     return [each for each in joined_effects(problems) if each.knob not in report.tile]
 
 
-def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+def _knobs(report: Report, problems: Sequence[ProblemReport], rules: Sequence[Rule]) -> list[str]:
     """What to do about the other knobs."""
     of: dict[str, list[KnobVerdict]] = defaultdict(list)
     measured = problems[0].provenance == MEASURED
-    section = report.measured if measured else report.modelled
-    ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
+    ruled = {rule.knob for rule in rules}
     for each in verdicts(report, problems):
         of["rule" if (each.knob,) in ruled else each.advice].append(each)
     of["won"] = [each for each in of["unclear"] if _agreed(each)]

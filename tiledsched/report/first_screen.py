@@ -25,10 +25,9 @@ def shown_problems(report: Report) -> list[ProblemReport]:
     """The problems of a report that a page shows one by one, measured ones first: those with many programs, and those tuned here;
     or else those of which anything is known.
     """
-    problems = [*report.measured.problems, *report.modelled.problems]
     found = {*explored(report.measured.problems), *explored(report.modelled.problems)}
-    found |= set(sorted(filter(tuned_at, problems), key=_newest)[-MOST_PROBLEMS // 3 :])
-    return [one for one in problems if one in found] or problems[:MOST_PROBLEMS]
+    found |= set(sorted(filter(tuned_at, report.problems), key=_newest)[-MOST_PROBLEMS // 3 :])
+    return [one for one in report.problems if one in found] or [*report.problems[:MOST_PROBLEMS]]
 
 
 def opened_on(problems: Sequence[ProblemReport]) -> int:

@@ -425,6 +425,11 @@ class Report:
     """The highest rates that any kernel reached, for each GPU."""
 
     @property
+    def problems(self) -> tuple[ProblemReport, ...]:
+        """All problems, measured ones first."""
+        return (*self.measured.problems, *self.modelled.problems)
+
+    @property
     def tile(self) -> tuple[str, ...]:
         """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
         found = self.tile_knobs or ()
