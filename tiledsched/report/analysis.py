@@ -115,9 +115,7 @@ def broad(problems: Sequence[ProblemReport]) -> list[ProblemReport]:
     return [one for one in problems if one.programs >= LEAST_PROGRAMS or one.whole]
 
 
-def few_schedules(
-    problems: Sequence[ProblemReport], limits: Sequence[float] = LIMITS
-) -> tuple[dict[float, tuple[Schedule, ...]], str]:
+def few_schedules(problems: Sequence[ProblemReport]) -> tuple[dict[float, tuple[Schedule, ...]], str]:
     """Few schedules that keep every problem within each limit of its best, and the same in words, which are empty where there are
     fewer than two problems.
 
@@ -128,7 +126,7 @@ def few_schedules(
     modes = Counter(one.accum_mode for one in problems)
     wanted = [one for one in problems if one.accum_mode == max(modes, key=lambda mode: modes[mode])]
     losses = [{timed.schedule: timed.relative - 1 for timed in one.timed} for one in wanted]
-    sets = {limit: _chosen(losses, limit) for limit in limits}
+    sets = {limit: _chosen(losses, limit) for limit in LIMITS}
     return sets, _sentence(wanted, losses, sets) if len(wanted) > 1 else ""
 
 

@@ -407,10 +407,8 @@ def _conditions(report: Report, after: str) -> list[Block]:
             _condition_table(device, report.regime),
         ]
     if report.elsewhere:
-        text = (
-            f"Left out: {plural(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
-        )
-        blocks.append(Paragraph(text=text))
+        left_out = plural(report.elsewhere, "measurement")
+        blocks.append(Paragraph(text=f"Left out: {left_out} of another regime, device, compiler or way of timing."))
     found = sum(one.programs for one in report.measured.problems)
     listed = sum(len(distinct(one)) for one in report.measured.problems)
     if listed < found:

@@ -14,7 +14,17 @@ from tiledsched.core.text import change, code, joined, plural
 from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
-from tiledsched.report.records import AS_GOOD, MEASURED, ProblemReport, Report, Tile, Timed, ValueEffect
+from tiledsched.report.records import (
+    AS_GOOD,
+    MEASURED,
+    ProblemReport,
+    Report,
+    Tile,
+    TileTime,
+    Timed,
+    Untuned,
+    ValueEffect,
+)
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -343,23 +353,22 @@ def curve_rows(problems: Iterable[ProblemReport], named: Callable[[Schedule], st
     """What each choice costs over the best time, and what is served or best, for each problem with several programs."""
     rows = []
     for one in (each for each in problems if each.programs > 1):
-        untuned = one.untuned.relative if one.untuned else None
-        choices = (
-            (DEFAULTS, one.default.relative if one.default else None, one.default),
-            (UNTUNED, untuned, one.untuned),
-            ("second best tile", one.second_tile.relative if one.second_tile else None, one.second_tile),
+        choices: tuple[tuple[str, Timed | Untuned | TileTime | None], ...] = (
+            (DEFAULTS, one.default),
+            (UNTUNED, one.untuned),
+            ("second best tile", one.second_tile),
         )
         rows += [
             {
                 "size": one.size,
-                "relative": round(min(relative, CURVE_END), 4),
+                "relative": round(min(chosen.relative, CURVE_END), 4),
                 "what": what,
                 "tile": named(chosen.schedule),
                 "best": named((one.serves or one.leader).schedule),
                 "problem": str(one.problem),
             }
-            for what, relative, chosen in choices
-            if relative is not None and chosen
+            for what, chosen in choices
+            if chosen and chosen.relative is not None
         ]
     return rows
 
