@@ -28,20 +28,20 @@ FEWEST_PROGRAMS = 4
 """A tile with fewer programs is never searched enough, unless the values tried of other knobs allow no more."""
 
 
-def tile_times(one: ProblemReport, knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
+def tile_times(one: ProblemReport, knobs: tuple[str, ...]) -> tuple[TileTime, ...]:
     """The best time of each tile, that of the leader first, and then the fastest. Where all of the search space has a time, every
     tile is searched enough.
     """
     members: dict[Tile, list[Timed]] = defaultdict(list)
     for each in one.timed:
-        if knobs is not None and {*knobs} <= {*each.schedule}:
+        if knobs and {*knobs} <= {*each.schedule}:
             members[each.schedule.number(knobs[0]), each.schedule.number(knobs[1])].append(each)
     programs = {tile: len({each.program for each in of}) for tile, of in members.items()}
     values: dict[str, set[object]] = defaultdict(set)
     for each in one.timed:
         for knob, value in each.schedule.items():
             values[knob].add(value)
-    possible = math.prod(len(each) for knob, each in values.items() if knob not in (knobs or ()))
+    possible = math.prod(len(each) for knob, each in values.items() if knob not in knobs)
     enough = min(ENOUGH_PROGRAMS, max(max(programs.values(), default=0) / 2, min(FEWEST_PROGRAMS, possible)))
     leader = one.leader
     ordered = sorted(members.items(), key=lambda item: (all(each is not leader for each in item[1]), item[1][0].us))

@@ -164,7 +164,7 @@ def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
     rows = [
         row | {"advice": ADVICE[verdict.advice][0]}
         for verdict in joined_effects(problems)
-        if verdict.knob not in (report.tile_knobs or ())
+        if verdict.knob not in report.tile_knobs
         for row in knob_rows(verdict.effects)
     ]
     if not rows:

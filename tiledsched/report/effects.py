@@ -98,8 +98,8 @@ def _joined_effects(problems: tuple[ProblemReport, ...]) -> tuple[KnobVerdict, .
     return tuple(sorted(verdicts, key=lambda each: (-_cost(each.effects), each.knob)))
 
 
-def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
-    """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
+def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, ...]:
+    """The two knobs over which heat maps are drawn; none where fewer than two knobs are integers, or none of them varies.
 
     Knobs that are named like a tile's rows and columns come first; otherwise the two knobs whose values cost most, constants
     of the kernel before compiler hints.
@@ -110,7 +110,7 @@ def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
         return named
     place = {verdict.knob: place for place, verdict in enumerate(joined_effects(problems))}
     ranked = sorted(integers, key=lambda knob: (knob not in place, knob in HINT_KNOBS, place.get(knob, 0), knob))
-    return (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else None
+    return (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else ()
 
 
 class _Known:

@@ -195,7 +195,7 @@ def lead(one: ProblemReport, report: Report) -> str:
     section = report.measured if one.provenance == MEASURED else report.modelled
     said = [f"{rule.text}." for rule in rules_of(section.problems, report.tile)[:MOST_NAMED]]
     worst: dict[str, float] = {}
-    for each in judged_knobs(one, report.tile_knobs or ()):
+    for each in judged_knobs(one, report.tile_knobs):
         if each.ci_low is not None and each.ratio and min(each.ci_low, each.ratio - one.tolerance) > 1:
             worst[each.knob] = max(worst.get(each.knob, 0.0), each.ratio)
     ranked = sorted(worst, key=lambda knob: -worst[knob])[: 2 * MOST_NAMED]

@@ -159,7 +159,7 @@ def _with_error(one: ProblemReport, arch: str) -> ProblemReport:
     return replace(found, ties=ties, level=ties)
 
 
-def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
+def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, ...]) -> Section:
     winners: dict[str, list[Schedule]] = defaultdict(list)
     for one in problems:
         if one.served and one.served.provenance == MEASURED and one.served.candidates > 1:

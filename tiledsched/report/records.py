@@ -395,8 +395,8 @@ class Report:
     """e.g. sm_121."""
     axes: Axes
     """How its problems are laid out in tables."""
-    tile_knobs: tuple[str, str] | None
-    """The two knobs that make a tile; None where the kernel has no such knobs."""
+    tile_knobs: tuple[str, ...]
+    """The two knobs over which heat maps are drawn; empty where the kernel has no such knobs."""
     regime: str
     """burst or sustained: only its measurements are in the report."""
     device_name: str
@@ -432,8 +432,7 @@ class Report:
     @property
     def tile(self) -> tuple[str, ...]:
         """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
-        found = self.tile_knobs or ()
-        return () if {*found} & {*HINT_KNOBS} else found
+        return () if {*self.tile_knobs} & {*HINT_KNOBS} else self.tile_knobs
 
     def group_text(self, one: ProblemReport) -> str:
         """What the problems of a panel share: sizes, accumulators, and the device where there are several."""

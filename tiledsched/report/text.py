@@ -123,7 +123,7 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
             alike = [each for each in report.problems if (each.provenance, each.group) == (one.provenance, one.group)]
             points = curve_rows(alike, partial(name_of, report=report))
             shared[curve] = points if len({point["size"] for point in points}) > 1 else []
-        rows, notes, pair = views_of(one, most, report.tile_knobs or ())
+        rows, notes, pair = views_of(one, most, report.tile_knobs)
         cases.append(
             ExplorerCase(
                 values={title: value for title, value in values.items() if title in differing},

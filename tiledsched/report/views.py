@@ -195,8 +195,8 @@ def pair_rows(one: ProblemReport, pair: Sequence[str], places: Mapping[Schedule,
     ]
 
 
-def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, str] | None:
-    """The two knobs that depend most on each other, but for those of the tile map; None where no two do in enough programs.
+def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, ...]:
+    """The two knobs that depend most on each other, but for those of the tile map; none where no two do in enough programs.
 
     Over all two values of each: how far the best time with both changed is from what the changes of one multiply to. Only values
     count of which enough programs were timed together.
@@ -221,7 +221,7 @@ def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, str]
             default=0.0,
         )
     worth = {pair: value for pair, value in worth.items() if {*pair} != {*tile} and value > math.log(1 + AS_GOOD)}
-    return max(worth, key=lambda pair: worth[pair], default=None)
+    return max(worth, key=lambda pair: worth[pair], default=())
 
 
 def judged_knobs(one: ProblemReport, tile: Collection[str]) -> list[ValueEffect]:
@@ -425,7 +425,7 @@ def views_of(
         tile: the knobs of the tile map; empty where there is none.
     """
     places, effects = listed(one, most), judged_knobs(one, tile)
-    programs, pair = program_rows(one, places), strongest_pair(one, tile) or ()
+    programs, pair = program_rows(one, places), strongest_pair(one, tile)
     partly = f"{len(programs)} of {one.programs} programs are drawn." if len(programs) < one.programs else ""
     rows: dict[str, Sequence[Row]] = {
         "tiles": tile_rows(one, tile, places) if tile and one.programs > 1 else (),
