@@ -102,27 +102,22 @@ def mark_of(one: ProblemReport, schedules: Collection[Schedule]) -> str:
     return "tie" if one.ties.intersection(schedules) else ""
 
 
-def _members(places: Mapping[Schedule, int]) -> list[list[Schedule]]:
-    """The schedules of each program that is drawn."""
-    found: dict[int, list[Schedule]] = defaultdict(list)
-    for schedule, place in places.items():
-        found[place].append(schedule)
-    return [found[place] for place in range(len(found))]
-
-
 def program_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
     """The programs that are drawn: their time, what they take of the GPU, and the value of each knob."""
     knobs = dict.fromkeys(knob for schedule in places for knob in schedule)
+    alike: dict[int, list[Schedule]] = defaultdict(list)
+    for schedule, place in places.items():
+        alike[place].append(schedule)
     shown = [timed for timed in distinct(one) if timed.schedule in places]
     return [
         {
             "us": round(timed.us, 2),
             "best_us": round(one.best.us, 2),
-            "mark": mark_of(one, alike),
+            "mark": mark_of(one, alike[place]),
             **{name: getattr(timed.facts, fact) if timed.facts else None for name, fact in RESOURCES.items()},
             **{f"{KNOB}{knob}": timed.schedule.get(knob) for knob in knobs},
         }
-        for timed, alike in zip(shown, _members(places), strict=True)
+        for place, timed in enumerate(shown)
     ]
 
 
