@@ -12,7 +12,7 @@ from tiledsched.report.analysis import broad
 from tiledsched.report.answer import best_time, command_of, run_text, tile_unit, verdicts
 from tiledsched.report.records import MEASURED, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
-from tiledsched.report.views import MOST_PROBLEMS, explored, judged_knobs
+from tiledsched.report.views import MOST_PROBLEMS, distinct, explored, judged_knobs
 from tiledsched.store.model_error import error_text
 
 SHIPPED = "shipped"
@@ -58,7 +58,6 @@ def _newest(one: ProblemReport) -> tuple[datetime, int]:
 
 def status(one: ProblemReport, report: Report) -> str:
     """Whether the figures of a problem were measured, where and when, and of how many programs they are."""
-    programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
     of = plural(one.programs, "program")
     if one.provenance != MEASURED:
         error = (
@@ -66,7 +65,7 @@ def status(one: ProblemReport, report: Report) -> str:
         )
         return f"Nothing was measured: the performance model estimates {of} for {report.arch}; {error}."
     if one.programs > 1:
-        near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
+        near, wider = (sum(timed.relative <= 1 + limit for timed in distinct(one)) for limit in (0.01, 0.05))
         of += f", {near} of them within 1% of the best time and {wider} within 5%, the best included"
     day = f", {one.taken:%Y-%m-%d}" if one.taken else ""
     cap = " at its power cap" if report.regime == "sustained" else ""
