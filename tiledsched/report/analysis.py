@@ -28,20 +28,20 @@ FEWEST_PROGRAMS = 4
 """A tile with fewer programs is never searched enough, unless the values tried of other knobs allow no more."""
 
 
-def tile_times(one: ProblemReport, knobs: tuple[str, str] | None) -> tuple[TileTime, ...]:
+def tile_times(one: ProblemReport, knobs: tuple[str, ...]) -> tuple[TileTime, ...]:
     """The best time of each tile, that of the leader first, and then the fastest. Where all of the search space has a time, every
     tile is searched enough.
     """
     members: dict[Tile, list[Timed]] = defaultdict(list)
     for each in one.timed:
-        if knobs is not None and {*knobs} <= {*each.schedule}:
+        if knobs and {*knobs} <= {*each.schedule}:
             members[each.schedule.number(knobs[0]), each.schedule.number(knobs[1])].append(each)
-    programs = {tile: len({each.same_program_as or each.schedule for each in of}) for tile, of in members.items()}
+    programs = {tile: len({each.program for each in of}) for tile, of in members.items()}
     values: dict[str, set[object]] = defaultdict(set)
     for each in one.timed:
         for knob, value in each.schedule.items():
             values[knob].add(value)
-    possible = math.prod(len(each) for knob, each in values.items() if knob not in (knobs or ()))
+    possible = math.prod(len(each) for knob, each in values.items() if knob not in knobs)
     enough = min(ENOUGH_PROGRAMS, max(max(programs.values(), default=0) / 2, min(FEWEST_PROGRAMS, possible)))
     leader = one.leader
     ordered = sorted(members.items(), key=lambda item: (all(each is not leader for each in item[1]), item[1][0].us))
@@ -115,9 +115,7 @@ def broad(problems: Sequence[ProblemReport]) -> list[ProblemReport]:
     return [one for one in problems if one.programs >= LEAST_PROGRAMS or one.whole]
 
 
-def few_schedules(
-    problems: Sequence[ProblemReport], limits: Sequence[float] = LIMITS
-) -> tuple[dict[float, tuple[Schedule, ...]], str]:
+def few_schedules(problems: Sequence[ProblemReport]) -> tuple[dict[float, tuple[Schedule, ...]], str]:
     """Few schedules that keep every problem within each limit of its best, and the same in words, which are empty where there are
     fewer than two problems.
 
@@ -128,7 +126,7 @@ def few_schedules(
     modes = Counter(one.accum_mode for one in problems)
     wanted = [one for one in problems if one.accum_mode == max(modes, key=lambda mode: modes[mode])]
     losses = [{timed.schedule: timed.relative - 1 for timed in one.timed} for one in wanted]
-    sets = {limit: _chosen(losses, limit) for limit in limits}
+    sets = {limit: _chosen(losses, limit) for limit in LIMITS}
     return sets, _sentence(wanted, losses, sets) if len(wanted) > 1 else ""
 
 

@@ -16,7 +16,7 @@ from tiledsched.core.text import code, figure, joined, longer, percent, plural, 
 from tiledsched.report.axes import show
 from tiledsched.report.effects import FEWEST_PROBLEMS, MOST_OTHERS, joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
-from tiledsched.report.rules import rules_of
+from tiledsched.report.rules import Rule, rules_of
 from tiledsched.report.views import explored
 from tiledsched.store.records import MeasurementSummary
 
@@ -44,6 +44,7 @@ def answer(report: Report) -> tuple[str, ...]:
     ]
     if not problems:
         return (*lines, *_tiles_served(report, section.problems), *_of_winners(section.problems))
+    rules = rules_of(section.problems, report.tile)
     found = [
         _error(report, problems),
         *_tiles_served(report, problems),
@@ -51,8 +52,8 @@ def answer(report: Report) -> tuple[str, ...]:
         _tiles(report, problems),
         _default(problems),
         _untuned(problems),
-        *rule_sentences(report),
-        *_knobs(report, problems),
+        *_rule_sentences(rules),
+        *_knobs(report, problems, rules),
         _highest_rate(problems),
     ]
     return tuple(filter(None, [*lines, *found]))
@@ -131,11 +132,10 @@ def _error(report: Report, problems: Sequence[ProblemReport]) -> str:
     return said + (f" For {rest} of {plural(len(problems), 'problem')} they were {unknown}." if rest else "")
 
 
-def rule_sentences(report: Report) -> list[str]:
+def _rule_sentences(rules: Sequence[Rule]) -> list[str]:
     """For which problems each value of a knob is good, as far as rules were found."""
-    found = rules_of((report.measured if report.measured.problems else report.modelled).problems, report.tile)
-    sentences = [f"{rule.text} ({rule.score})" for rule in found[:MOST_RULES]]
-    return [f"Which value is good depends on the problem. {'. '.join(sentences)}."] if found else []
+    sentences = [f"{rule.text} ({rule.score})" for rule in rules[:MOST_RULES]]
+    return [f"Which value is good depends on the problem. {'. '.join(sentences)}."] if sentences else []
 
 
 def _of_winners(problems: Sequence[ProblemReport]) -> list[str]:
@@ -245,10 +245,9 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
         return (
             f"How much {report.kernel} depends on {what} is not known: too few programs of any other {unit} were timed."
         )
-    measured = problems[0].provenance == MEASURED
     where = f"On {joined(_devices(problems))}"
     most = statistics.median(worst) if worst else 0.0
-    if not measured:
+    if problems[0].provenance != MEASURED:
         two = [sorted(tile.us for tile in one.tiles)[:2] for one in problems if one.tile_drop is not None]
         apart = sum(not one.second_tile.ties for one in problems if one.second_tile and one.error)
         error = (
@@ -267,10 +266,6 @@ def _tiles(report: Report, problems: Sequence[ProblemReport]) -> str:
     if most > drop:
         said += f", and the worst {'takes ' * (takes != 'takes')}{longer(most)}"
         said += "" if len(worst) == len(second) else f" ({_median(worst)})"
-    if not measured:
-        apart = [one.tile_drop > one.tolerance for one in problems if one.tile_drop is not None and one.error]
-        which = f" The two differ by more than the model's error for {sum(apart)} of {plural(len(apart), 'problem')}."
-        return f"{where}, the second best {unit} {takes} {said}.{which if apart else ''}"
     if len(second) < FEWEST_PROBLEMS:
         return f"{where}, the second best {unit} {takes} {said}."
     if drop > AS_GOOD:
@@ -324,34 +319,30 @@ def verdicts(report: Report, problems: Sequence[ProblemReport]) -> list[KnobVerd
     return [each for each in joined_effects(problems) if each.knob not in report.tile]
 
 
-def _knobs(report: Report, problems: Sequence[ProblemReport]) -> list[str]:
+def _knobs(report: Report, problems: Sequence[ProblemReport], rules: Sequence[Rule]) -> list[str]:
     """What to do about the other knobs."""
     of: dict[str, list[KnobVerdict]] = defaultdict(list)
     measured = problems[0].provenance == MEASURED
-    section = report.measured if measured else report.modelled
-    ruled = {rule.knob for rule in rules_of(section.problems, report.tile)}
+    ruled = {rule.knob for rule in rules}
     for each in verdicts(report, problems):
-        of["rule" if (each.knob,) in ruled else each.advice].append(each)
-    of["won"] = [each for each in of["unclear"] if _agreed(each)]
-    of["unclear"] = [each for each in of["unclear"] if not _agreed(each)]
-    chosen = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in of["choose"]]
-    too = ", too" if chosen else ""
+        advice = "won" if each.advice == "unclear" and _agreed(each) else each.advice
+        of["rule" if (each.knob,) in ruled else advice].append(each)
+    of["told"] = [*of["choose"], *of["leave"]]
+    too = ", too" if of["choose"] else ""
     sentences = {
         "leave": f"Leave {_kept(of['leave'])}: no other value compared is more than 1% faster.",
         "same": f"Differences below 1% are all that is known between values of {_names(of['same'])}.",
         "few": f"Too few problems to advise: no other value compared is more than 1% faster than {_kept(of['few'])}.",
-        "choose": f"Tune {_list(chosen)} for each problem.",
+        "choose": f"Tune {_preferred(of['choose'], len(problems))} for each problem.",
         "unclear": f"Tune {_won(of['unclear'])}{too}: no value is known to be good for every problem.",
         "won": f"Pairs of programs settle nothing about {_won(of['won'])}, of which nearly all winners have one value.",
         "untried": f"Too few programs that differ in one knob alone were timed to judge {_names(of['untried'])}.",
     }
     if not measured:
-        told = [f"{code(each.knob)} ({_preferred(each, len(problems))})" for each in (*of["choose"], *of["leave"])]
         sentences = {
-            "told": f"By more than the model's error differ the values of {_list(told)}.",
+            "told": f"By more than the model's error differ the values of {_preferred(of['told'], len(problems))}.",
             "unclear": f"The model cannot tell the values of {_names(of['unclear'])} apart: it is further off than they differ.",
         }
-        of["told"] = [*of["choose"], *of["leave"]]
     return [sentence for advice, sentence in sentences.items() if of[advice]]
 
 
@@ -384,16 +375,20 @@ def _won(verdicts: Sequence[KnobVerdict]) -> str:
     return _list(words)
 
 
-def _preferred(verdict: KnobVerdict, problems: int) -> str:
-    """Which values problems prefer: `1 is faster for 11 problems, 2 for 3`."""
-    (first, number), *others = verdict.preferred
-    words = [
-        f"{show(first)} is faster for {plural(number, 'problem')}",
-        *(f"{show(value)} for {n}" for value, n in others),
-    ]
-    rest = problems - sum(times for _, times in verdict.preferred)
-    none = "the model cannot tell for" if any(each.estimated for each in verdict.effects) else "none surely for"
-    return ", ".join([*words, *([f"{none} {rest}"] if rest else [])])
+def _preferred(verdicts: Sequence[KnobVerdict], problems: int) -> str:
+    """Knobs with the values that problems prefer: `x` (1 is faster for 11 problems, 2 for 3)."""
+    words = list[str]()
+    for each in verdicts:
+        (first, number), *others = each.preferred
+        rest = problems - sum(times for _, times in each.preferred)
+        none = "the model cannot tell for" if any(effect.estimated for effect in each.effects) else "none surely for"
+        values = [
+            f"{show(first)} is faster for {plural(number, 'problem')}",
+            *(f"{show(value)} for {n}" for value, n in others),
+            *([f"{none} {rest}"] if rest else []),
+        ]
+        words.append(f"{code(each.knob)} ({', '.join(values)})")
+    return _list(words)
 
 
 def _highest_rate(problems: Sequence[ProblemReport]) -> str:

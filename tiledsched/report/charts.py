@@ -164,7 +164,7 @@ def knobs(report: Report, problems: Sequence[ProblemReport]) -> Spec | None:
     rows = [
         row | {"advice": ADVICE[verdict.advice][0]}
         for verdict in joined_effects(problems)
-        if verdict.knob not in (report.tile_knobs or ())
+        if verdict.knob not in report.tile_knobs
         for row in knob_rows(verdict.effects)
     ]
     if not rows:
@@ -344,7 +344,7 @@ def ceilings_of(report: Report, one: ProblemReport) -> dict[str, tuple[float, fl
 
 def roofs(report: Report, one: ProblemReport) -> list[dict[str, Any]]:
     """The ceilings of a problem's GPU over arithmetic intensity, as lines."""
-    known = [each.problem for each in (*report.measured.problems, *report.modelled.problems)]
+    known = [each.problem for each in report.problems]
     intensities = [each.flops / each.min_bytes for each in known if unit_of(each) == "TFLOP/s" and each.min_bytes]
     if not intensities:
         return []

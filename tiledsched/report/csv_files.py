@@ -9,7 +9,7 @@ from tiledsched.core.files import csv_text
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.text import tile_text
 from tiledsched.report.effects import value_effects
-from tiledsched.report.records import MEASURED, MODELLED, Report, Section
+from tiledsched.report.records import MEASURED, MODELLED, ProblemReport, Report
 from tiledsched.report.rules import rules_of
 from tiledsched.report.views import explored
 
@@ -24,7 +24,7 @@ def schedules_csv(report: Report) -> str:
     or `knob_` before it. A cell is empty where there is no value, so measured rows have no modelled figures and modelled
     rows no measured ones.
     """
-    problems = [*report.measured.problems, *report.modelled.problems]
+    problems = report.problems
     rates = [column for unit, column in RATE_COLUMNS.items() if any(unit_of(one.problem) == unit for one in problems)]
     first = ["arch", "device", "regime", "provenance", "problem_id"]
     last = [
@@ -95,23 +95,22 @@ def sensitivity_csv(report: Report) -> str:
         "modelled_worst_drop_percent",
     ]
     shared = list(_columns(report.axes.shared, "problem", (*first, *last)).values())
-    rows: list[dict[str, Any]] = []
-    for section in (report.measured, report.modelled):
-        rows += [
-            {
-                "device": one.device_name,
-                **dict(zip(shared, one.shared, strict=True)),
-                **dict.fromkeys(accum, one.accum_mode),
-                "size": one.size,
-                "problem_id": one.problem.id,
-                "best_tile": tile_text(one.tiles[0].tile),
-                "runner_up_tile": one.second_tile and tile_text(one.second_tile.tile),
-                **_drops(section, one.tile_drop, one.worst_tile.relative - 1 if one.worst_tile else None),
-            }
-            for one in section.problems
-            if one.tiles
-        ]
-    return _csv([*first, *shared, *last], [{"arch": report.arch, **row} for row in rows])
+    rows = [
+        {
+            "arch": report.arch,
+            "device": one.device_name,
+            **dict(zip(shared, one.shared, strict=True)),
+            **dict.fromkeys(accum, one.accum_mode),
+            "size": one.size,
+            "problem_id": one.problem.id,
+            "best_tile": tile_text(one.tiles[0].tile),
+            "runner_up_tile": one.second_tile and tile_text(one.second_tile.tile),
+            **_drops(one),
+        }
+        for one in report.problems
+        if one.tiles
+    ]
+    return _csv([*first, *shared, *last], rows)
 
 
 def regimes_csv(report: Report) -> str:
@@ -143,9 +142,9 @@ def regimes_csv(report: Report) -> str:
                 "burst_winner": one.burst_winner.id,
                 "sustained_winner": one.sustained_winner.id,
                 "same": one.same,
-                "burst_loss_percent": f"{one.burst_loss * 100:.3f}",
+                "burst_loss_percent": _percent(one.burst_loss),
                 "burst_loss_distinct": one.burst_loss_distinct,
-                "sustained_loss_percent": f"{one.sustained_loss * 100:.3f}",
+                "sustained_loss_percent": _percent(one.sustained_loss),
                 "sustained_loss_distinct": one.sustained_loss_distinct,
             }
             for one in report.regimes
@@ -159,7 +158,7 @@ def knobs_csv(report: Report) -> str:
     """
     rows: list[dict[str, Any]] = []
     accum = _accum_column(report)
-    for one in (*report.measured.problems, *report.modelled.problems):
+    for one in report.problems:
         prefix = "modelled_" if one.provenance == MODELLED else ""
         rows += [
             {
@@ -199,7 +198,7 @@ def rules_csv(report: Report) -> str:
             "rule_problems": rule.problems,
             "right": rule.right,
             "constant_right": rule.constant_right,
-            "saved_percent": None if rule.saved is None else f"{rule.saved * 100:.3f}",
+            "saved_percent": _percent(rule.saved),
         }
         for section in (report.measured, report.modelled)
         for rule in rules_of(section.problems, report.tile)
@@ -233,18 +232,22 @@ def _values(problem: Problem, columns: Mapping[str, str]) -> dict[str, Any]:
 
 def _accum_column(report: Report) -> list[str]:
     """A column of accumulators, only where the kernel can trade accuracy for speed."""
-    best = [one.best.schedule for section in (report.measured, report.modelled) for one in section.problems]
-    known = (*best, *(entry.schedule for entry in report.unmeasured))
+    known = (*(one.best.schedule for one in report.problems), *(entry.schedule for entry in report.unmeasured))
     return ["accum_mode"] if any("accum_mode" in schedule for schedule in known) else []
 
 
-def _drops(section: Section, drop: float | None, worst: float | None) -> dict[str, Any]:
-    prefix = "modelled_" if section.provenance == MODELLED else ""
+def _drops(one: ProblemReport) -> dict[str, Any]:
+    """What other tiles cost than the best."""
+    prefix = "modelled_" if one.provenance == MODELLED else ""
     return {
-        "provenance": section.provenance,
-        f"{prefix}drop_percent": None if drop is None else f"{drop * 100:.3f}",
-        f"{prefix}worst_drop_percent": None if worst is None else f"{worst * 100:.3f}",
+        "provenance": one.provenance,
+        f"{prefix}drop_percent": _percent(one.tile_drop),
+        f"{prefix}worst_drop_percent": _percent(one.worst_tile.relative - 1 if one.worst_tile else None),
     }
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share * 100:.3f}"
 
 
 def _number(value: float | None) -> str | None:

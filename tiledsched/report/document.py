@@ -431,7 +431,7 @@ def unique_ids(blocks: Sequence[Block]) -> dict[int, str]:
     return found
 
 
-def _html(block: Block, own_id: str = "") -> str:
+def _html(block: Heading | Paragraph | Table | Chart | Explorer, own_id: str = "") -> str:
     if isinstance(block, Heading):
         return f'<h{block.level} id="{own_id}">{_inline(block.text)}</h{block.level}>'
     if isinstance(block, Paragraph):
@@ -453,8 +453,6 @@ def _html(block: Block, own_id: str = "") -> str:
             f'<div class="picked" hidden></div><p class="soft">{_inline(block.marks)}</p>' if block.views else "",
         ]
         return f'{_data(own_id, block.packed())}\n<section class="explorer" data-cases="{own_id}">{"".join(parts)}</section>'
-    if isinstance(block, Contents):
-        return ""
     classes = [' class="number"' if block.numeric(column) else "" for column in range(len(block.head))]
 
     def row(tag: str, cells: Sequence[str]) -> str:

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tiledsched.core.schedule import HINT_KNOBS, KnobValue, named_tile
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, named_tile
 from tiledsched.report.analysis import WITHIN, neighbours
-from tiledsched.report.records import AS_GOOD, MODELLED, KnobVerdict, ProblemReport, Timed, ValueEffect
+from tiledsched.report.records import AS_GOOD, MODELLED, KnobVerdict, ProblemReport, ValueEffect
 from tiledsched.report.rules import best_by_value
 
 LEAST_PAIRS = 4
@@ -52,7 +52,9 @@ def value_effects(one: ProblemReport) -> tuple[ValueEffect, ...]:
     ratios = _matched_ratios(one)
     best = one.leader.schedule
     found = {
-        knob: _effects_against(knob, _key(one.leader, knob), values, [ratios.get(knob, {})], one.provenance == MODELLED)
+        knob: _effects_against(
+            knob, _key(one.leader.schedule, knob), values, [ratios.get(knob, {})], one.provenance == MODELLED
+        )
         for knob, values in _values([one]).items()
         if knob in best
     }
@@ -80,24 +82,24 @@ def _joined_effects(problems: tuple[ProblemReport, ...]) -> tuple[KnobVerdict, .
     known = None if estimated else _Known(tables, found)
     verdicts = []
     for knob, values in found.items():
-        usual = Counter(_key(one.leader, knob) for one in problems if knob in one.leader.schedule)
+        usual = Counter(_key(one.leader.schedule, knob) for one in problems if knob in one.leader.schedule)
         values = sorted(values, key=lambda value: -usual[value])
         if known is None:
             parts = [table[knob] for table in tables if knob in table]
             verdicts.append(_estimated(knob, values, parts, problems))
             continue
         reached = [
-            {_key(timed, knob) for timed in close if knob in timed.schedule}
+            {_key(timed.schedule, knob) for timed in close if knob in timed.schedule}
             for varying, close in near
             if knob in varying
         ]
-        winners = Counter((type(each[knob]), each[knob]) for each in problems[0].winners if knob in each)
+        winners = Counter(_key(each, knob) for each in problems[0].winners if knob in each)
         verdicts.append(_verdict(knob, values, known, reached, winners))
     return tuple(sorted(verdicts, key=lambda each: (-_cost(each.effects), each.knob)))
 
 
-def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
-    """The two knobs over which heat maps are drawn; None where fewer than two knobs are integers, or none of them varies.
+def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, ...]:
+    """The two knobs over which heat maps are drawn; none where fewer than two knobs are integers, or none of them varies.
 
     Knobs that are named like a tile's rows and columns come first; otherwise the two knobs whose values cost most, constants
     of the kernel before compiler hints.
@@ -108,7 +110,7 @@ def tile_knobs(problems: Sequence[ProblemReport]) -> tuple[str, str] | None:
         return named
     place = {verdict.knob: place for place, verdict in enumerate(joined_effects(problems))}
     ranked = sorted(integers, key=lambda knob: (knob not in place, knob in HINT_KNOBS, place.get(knob, 0), knob))
-    return (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else None
+    return (ranked[0], ranked[1]) if len(ranked) > 1 and ranked[0] in place else ()
 
 
 class _Known:
@@ -133,13 +135,13 @@ class _Known:
         """(place of the problem, knob, value, other value): the value is more than `AS_GOOD` slower there."""
         self.means = {each: tested[0] for each, tested in single.items()}
         """The mean log ratio of each comparison that was tested in one problem."""
-        joined = {pair: tested for pair in pairs if (tested := _tested(self.parts(*pair)))}
+        joined = {
+            pair: tested
+            for pair in pairs
+            if (tested := _tested([table.get(pair[0], {}).get(pair[1:], []) for table in tables]))
+        }
         self.no_faster = _surely_above(-math.log1p(AS_GOOD), joined)
         """(knob, value, other value): over all problems together the value is at most `AS_GOOD` faster."""
-
-    def parts(self, knob: str, value: _Key, against: _Key) -> list[list[float]]:
-        """The log ratios of each problem's pairs."""
-        return [table.get(knob, {}).get((value, against), []) for table in self.tables]
 
     def favourite(self, place: int, knob: str, values: Sequence[_Key]) -> _Key | None:
         """The value that one problem prefers: no value compared with it is faster, and at least one is surely slower."""
@@ -185,8 +187,7 @@ def _verdict(
     preferred = Counter(each for each in favourites if each)
     order = [*dict.fromkeys([*(value for value, _ in preferred.most_common()), *values])]
     joined = {
-        value: [_effect(knob, each, value, known.parts(knob, each, value)) for each in values if each != value]
-        for value in order
+        value: _effects_against(knob, value, values, [table.get(knob, {}) for table in known.tables]) for value in order
     }
     compared = {value: [each for each in joined[value] if each.ratio is not None] for value in order}
 
@@ -296,7 +297,7 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
     seen = set()
     items = [(timed.schedule, timed) for timed in one.timed]
     for knob, first, second in neighbours(items, [timed.relative <= WITHIN for timed in one.timed]):
-        keys, programs = (_key(first, knob), _key(second, knob)), (_program(first), _program(second))
+        keys, programs = (_key(first.schedule, knob), _key(second.schedule, knob)), (first.program, second.program)
         if (knob, *keys, *programs) not in seen:
             seen |= {(knob, *keys, *programs), (knob, *keys[::-1], *programs[::-1])}
             ratio = math.log(first.us / second.us)
@@ -305,12 +306,8 @@ def _matched_ratios(one: ProblemReport) -> dict[str, _Ratios]:
     return _known.setdefault(one, {knob: dict(ratios) for knob, ratios in found.items()})
 
 
-def _key(timed: Timed, knob: str) -> _Key:
-    return type(timed.schedule[knob]), timed.schedule[knob]
-
-
-def _program(timed: Timed) -> object:
-    return timed.same_program_as or timed.schedule
+def _key(schedule: Schedule, knob: str) -> _Key:
+    return type(schedule[knob]), schedule[knob]
 
 
 def _tested(parts: Sequence[Sequence[float]]) -> tuple[float, float, int] | None:

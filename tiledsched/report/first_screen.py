@@ -13,7 +13,7 @@ from tiledsched.report.answer import best_time, command_of, run_text, tile_unit,
 from tiledsched.report.axes import show
 from tiledsched.report.records import MEASURED, ProblemReport, Report, Timed
 from tiledsched.report.rules import rules_of
-from tiledsched.report.views import MOST_PROBLEMS, explored, judged_knobs
+from tiledsched.report.views import MOST_PROBLEMS, distinct, explored, judged_knobs
 from tiledsched.store.model_error import error_text
 
 SHIPPED = "shipped"
@@ -26,10 +26,9 @@ def shown_problems(report: Report) -> list[ProblemReport]:
     """The problems of a report that a page shows one by one, measured ones first: those with many programs, and those tuned here;
     or else those of which anything is known.
     """
-    problems = [*report.measured.problems, *report.modelled.problems]
     found = {*explored(report.measured.problems), *explored(report.modelled.problems)}
-    found |= set(sorted(filter(tuned_at, problems), key=_newest)[-MOST_PROBLEMS // 3 :])
-    return [one for one in problems if one in found] or problems[:MOST_PROBLEMS]
+    found |= set(sorted(filter(tuned_at, report.problems), key=_newest)[-MOST_PROBLEMS // 3 :])
+    return [one for one in report.problems if one in found] or [*report.problems[:MOST_PROBLEMS]]
 
 
 def opened_on(problems: Sequence[ProblemReport]) -> int:
@@ -60,7 +59,6 @@ def _newest(one: ProblemReport) -> tuple[datetime, int]:
 
 def status(one: ProblemReport, report: Report) -> str:
     """Whether the figures of a problem were measured, where and when, and of how many programs they are."""
-    programs = [timed.relative for timed in one.timed if timed.same_program_as is None]
     of = plural(one.programs, "program")
     if one.provenance != MEASURED:
         error = (
@@ -68,7 +66,7 @@ def status(one: ProblemReport, report: Report) -> str:
         )
         return f"Nothing was measured: the performance model estimates {of} for {report.arch}; {error}."
     if one.programs > 1:
-        near, wider = (sum(relative <= 1 + limit for relative in programs) for limit in (0.01, 0.05))
+        near, wider = (sum(timed.relative <= 1 + limit for timed in distinct(one)) for limit in (0.01, 0.05))
         of += f"; beside the fastest, {near - 1} {'is' if near == 2 else 'are'} within 1% of its time and {wider - 1} within 5%"
     day = f", {one.taken:%Y-%m-%d}" if one.taken else ""
     cap = " at its power cap" if report.regime == "sustained" else ""
@@ -202,7 +200,7 @@ def lead(one: ProblemReport, report: Report) -> str:
     holding = [rule for rule in rules_of(section.problems, report.tile) if one not in rule.misses]
     said = [f"{rule.brief}." for rule in holding[:MOST_NAMED]]
     worst: dict[str, tuple[float, str]] = {}
-    for each in judged_knobs(one, report.tile_knobs or ()):
+    for each in judged_knobs(one, report.tile_knobs):
         if each.ci_low is not None and each.ratio and min(each.ci_low, each.ratio - one.tolerance) > 1:
             worst[each.knob] = max(worst.get(each.knob, (0.0, "")), (each.ratio, show(each.value)))
     ranked = sorted(worst, key=lambda knob: -worst[knob][0])[: 2 * MOST_NAMED]

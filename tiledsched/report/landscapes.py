@@ -126,7 +126,7 @@ def read_measured(
             found.list_programs(most, always[problem])
             reading.found += len(existing)
         for (name, _, mode), members in found.members.items():
-            reading.taken += members.count
+            reading.taken += sum(tally.count for tally in members.tallies)
             reading.landscapes[problem, name, mode] = members.landscape(whole)
             states[name].add(members.tallies, whole[members.newest.id], whole[members.oldest.id])
         if found.members:
@@ -173,7 +173,6 @@ class _Members:
 
     def __init__(self, newest: PlainRow) -> None:
         self.newest = self.oldest = newest
-        self.count = 0
         self.tallies: list[_Tally] = []
         self.listed: Collection[Schedule] = ()
         self.rows: dict[Schedule, PlainRow] = {}
@@ -184,7 +183,6 @@ class _Members:
     def add(self, row: PlainRow) -> None:
         """Take one more measurement into account."""
         self.oldest = row
-        self.count += 1
         self.rows.setdefault(row.schedule, row)
         if row.run_id is not None and (self._run is None or row.run_id >= self._run):
             if row.run_id != self._run:

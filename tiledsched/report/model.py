@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,8 +87,9 @@ def build_report(
     entries = _shown_entries(reading.compilers, known, compiler)
     builds = _Builds(db, arch, kernel, reading.sources, entries)
     if serving is None:
-        make = functools.partial(LookupTable, known, kernel, regime=regime, compiler=compiler)
-        serving = Serving(arch, lambda accum_mode: make(accum_mode=accum_mode))
+        serving = Serving(
+            arch, lambda mode: LookupTable(known, kernel, regime=regime, compiler=compiler, accum_mode=mode)
+        )
     desk = _Desk(kernel, arch, regime, builds, entries, serving)
     measured = [desk.measured(key, landscape) for key, landscape in reading.landscapes.items()]
     done = {(problem, accum) for problem, _, accum in reading.landscapes}
@@ -154,12 +154,12 @@ def _with_error(one: ProblemReport, arch: str) -> ProblemReport:
     ties = frozenset(
         each.schedule
         for each in one.timed
-        if _program_of(each) != _program_of(of) and max(each.us, of.us) <= min(each.us, of.us) * most
+        if each.program != of.program and max(each.us, of.us) <= min(each.us, of.us) * most
     )
     return replace(found, ties=ties, level=ties)
 
 
-def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, str] | None) -> Section:
+def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, ...]) -> Section:
     winners: dict[str, list[Schedule]] = defaultdict(list)
     for one in problems:
         if one.served and one.served.provenance == MEASURED and one.served.candidates > 1:
@@ -397,8 +397,7 @@ class _Desk:
         if not timed:
             return None
         written = self._write_up(MODELLED, (problem, "", entry.accum_mode), timed, entry, answers)
-        spilling = len(every) - len(programs)
-        return replace(written, whole=whole, spilling=spilling, programs=written.programs + spilling)
+        return replace(written, whole=whole, programs=written.programs + len(every) - len(programs))
 
     def _estimates(
         self, problem: Problem, builds: Sequence[BuildRecord], model_times: ModelTimes
@@ -426,7 +425,7 @@ class _Desk:
     def _answers(self, key: LandscapeKey, wanted: bool = True) -> tuple[Served | None, Served | None]:
         """What is served for a problem on a device and, where `wanted`, what would be without tuning: finding that takes long."""
         wanted = wanted and not self.kernel.is_called
-        return self.serving.served(*key), self.serving.untuned(*key) if wanted else None
+        return self.serving.served(*key), self.serving.served(*key, tuned=False) if wanted else None
 
     def _write_up(
         self,
@@ -463,7 +462,7 @@ class _Desk:
         )
         leader = found.leader
         level = _ties(timed, leader, served) if measured else frozenset()
-        apart = (one for one in programs if _program_of(one) != _program_of(leader) and one.schedule not in level)
+        apart = (one for one in programs if one.program != leader.program and one.schedule not in level)
         return replace(found, level=level, runner_up=next(apart, None) or _raced(leader, served))
 
     def _untuned(self, found: Served, timed: Sequence[Timed]) -> Untuned:
@@ -473,8 +472,6 @@ class _Desk:
             schedule=found.schedule,
             provenance=found.provenance,
             relative=known.relative if known else None,
-            us=known.us if known else None,
-            source=found.reason,
             expected=found.expected_loss,
         )
 
@@ -507,11 +504,6 @@ def plainness(schedule: Schedule, default: Schedule | None) -> tuple[int, str]:
     return sum(schedule.get(knob) != value for knob, value in (default or {}).items()), schedule.id
 
 
-def _program_of(one: Timed) -> Schedule:
-    """The schedule that stands for its program."""
-    return one.same_program_as or one.schedule
-
-
 def _raced(best: Timed, served: Entry | None) -> Timed | None:
     """The runner-up that the race recorded in the entry, for when its own measurement is not in the database."""
     if served is None or served.runner_up is None or served.margin is None or served.schedule != best.schedule:
@@ -531,11 +523,9 @@ def _ties(timed: Sequence[Timed], of: Timed, entry: Entry | None) -> frozenset[S
         raced = dict.fromkeys(entry.ties, True)
         if entry.runner_up is not None:
             raced[entry.runner_up] = False
-    decided = {_program_of(one): raced[one.schedule] for one in timed if one.schedule in raced}
+    decided = {one.program: raced[one.schedule] for one in timed if one.schedule in raced}
     return frozenset(
-        one.schedule
-        for one in timed
-        if _program_of(one) != _program_of(of) and decided.get(_program_of(one), one.ties_with(of))
+        one.schedule for one in timed if one.program != of.program and decided.get(one.program, one.ties_with(of))
     )
 
 

@@ -58,35 +58,16 @@ class Timed:
     facts: ResourceFacts | None = None
     """Resources of the machine code; None where unknown."""
 
+    @property
+    def program(self) -> Schedule:
+        """The schedule that stands for its program."""
+        return self.same_program_as or self.schedule
+
     def ties_with(self, other: Timed) -> bool:
         """Whether two times cannot be told apart, because their intervals overlap, or differ by no more than `AS_GOOD`."""
         one, two = self.timing, other.timing
         overlap = one and two and one.ci_low_us <= two.ci_high_us and two.ci_low_us <= one.ci_high_us
         return bool(overlap) or max(self.us, other.us) <= min(self.us, other.us) * (1 + AS_GOOD)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RivalRace:
-    """Another implementation of a problem, timed in turn with one of our schedules in one run. Both times are as measured."""
-
-    name: str
-    """The other implementation."""
-    us: float
-    """Its time, in microseconds."""
-    ours_us: float
-    """Time of our schedule in the same run, in microseconds."""
-    ratio: float
-    """Median over the rounds of its time over ours."""
-    ratio_low: float
-    """Lower end of the ratio's 95% interval."""
-    ratio_high: float
-    """Upper end of the ratio's 95% interval."""
-    schedule: Schedule
-    """Our schedule in that run."""
-    taken: datetime | None
-    """When the entry with this run was written, UTC; None where that is not known."""
-    version: str
-    """The package and version that computed; empty where unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +80,6 @@ class Untuned:
     """How it would be found: transferred, modelled or default."""
     relative: float | None
     """Its time over the best time, both of the report; None where this schedule has no time for the problem."""
-    us: float | None
-    """Its time, in microseconds; None where it has none."""
-    source: str
-    """Why the lookup would choose it, in words."""
     expected: ExpectedLoss | None = None
     """What choices like it lost on measured problems that were hidden from the lookup; None where that was never measured."""
 
@@ -204,7 +181,7 @@ class ProblemReport:
     median_us: float
     """Median over the distinct programs, in microseconds."""
     programs: int
-    """Distinct programs (machine code and grid) with a time, and those in `spilling`."""
+    """Distinct programs (machine code and grid) with a time; where modelled, also those left out because they spill registers."""
     served: Entry | None
     """This problem's own entry; None where it has none."""
     explained: Served | None = None
@@ -221,8 +198,6 @@ class ProblemReport:
     """What would be served without tuning, and what it costs; None where the lookup knows nothing, and for problems that ship
     of which little but the winner has a time.
     """
-    spilling: int = 0
-    """Distinct programs that were left out, because they spill registers; none where measured."""
     whole: bool = False
     """Whether all of the search space has a time, but for programs that spill registers."""
     tiles: tuple[TileTime, ...] = ()
@@ -317,32 +292,6 @@ class ProblemReport:
     def worst_tile(self) -> TileTime | None:
         """The slowest of the tiles that were searched enough; None where only the best was."""
         return next((tile for tile in reversed(self.tiles[1:]) if tile.searched), None)
-
-    @property
-    def races(self) -> tuple[RivalRace, ...]:
-        """The races of other implementations with the schedule of this problem's own entry, the fastest first; none where
-        modelled.
-        """
-        if self.served is None or self.provenance != MEASURED:
-            return ()
-        entry = self.served
-        taken = entry.updated_at or (entry.measurement.created_at if entry.measurement else None)
-        found = [
-            RivalRace(
-                name=each.name,
-                us=each.median_us,
-                ours_us=each.ours_us,
-                ratio=each.ratio,
-                ratio_low=each.ratio_low or each.ratio,
-                ratio_high=each.ratio_high or each.ratio,
-                schedule=entry.schedule,
-                taken=taken,
-                version=each.version,
-            )
-            for each in entry.rivals or ()
-            if each.ratio is not None and each.median_us is not None and each.ours_us is not None
-        ]
-        return tuple(sorted(found, key=lambda race: (race.ratio, race.name)))
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -446,8 +395,8 @@ class Report:
     """e.g. sm_121."""
     axes: Axes
     """How its problems are laid out in tables."""
-    tile_knobs: tuple[str, str] | None
-    """The two knobs that make a tile; None where the kernel has no such knobs."""
+    tile_knobs: tuple[str, ...]
+    """The two knobs over which heat maps are drawn; empty where the kernel has no such knobs."""
     regime: str
     """burst or sustained: only its measurements are in the report."""
     device_name: str
@@ -476,10 +425,14 @@ class Report:
     """The highest rates that any kernel reached, for each GPU."""
 
     @property
+    def problems(self) -> tuple[ProblemReport, ...]:
+        """All problems, measured ones first."""
+        return (*self.measured.problems, *self.modelled.problems)
+
+    @property
     def tile(self) -> tuple[str, ...]:
         """The knobs that make a tile; none where a map is drawn over compiler hints for want of a tile."""
-        found = self.tile_knobs or ()
-        return () if {*found} & {*HINT_KNOBS} else found
+        return () if {*self.tile_knobs} & {*HINT_KNOBS} else self.tile_knobs
 
     def group_text(self, one: ProblemReport) -> str:
         """What the problems of a panel share: sizes, accumulators, and the device where there are several."""

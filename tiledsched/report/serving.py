@@ -36,22 +36,14 @@ class Serving:
         mine = of_kernel(entries, kernel)
         return cls(arch, lambda mode: table_of(mine, replace(settings, accum_mode=mode, rivals="off"), kernel=kernel))
 
-    def served(self, problem: Problem, device_name: str, accum_mode: str) -> Served | None:
-        """What `explain` serves on a device; an empty name stands for any of the arch. None where it says what is wrong with
-        the settings, or the arch has no search space.
+    def served(self, problem: Problem, device_name: str, accum_mode: str, *, tuned: bool = True) -> Served | None:
+        """What `explain` serves on a device; an empty name stands for any of the arch. Without `tuned`, what it would serve if
+        neither the problem nor another one that is the same work had ever been tuned. None where the lookup says what is wrong
+        with the settings, or the arch has no search space.
         """
-        return self._resolve(self._table(accum_mode), problem, device_name)
-
-    def untuned(self, problem: Problem, device_name: str, accum_mode: str) -> Served | None:
-        """What it would serve if neither the problem nor another one that is the same work had ever been tuned."""
+        table = self._table(accum_mode)
         try:
-            left = self._table(accum_mode).without(problem, self.arch)
-        except SpaceError:
-            return None
-        return self._resolve(left, problem, device_name)
-
-    def _resolve(self, table: LookupTable, problem: Problem, device_name: str) -> Served | None:
-        try:
-            return table.resolve(problem, self.arch, device_name)
+            left = table if tuned else table.without(problem, self.arch)
+            return left.resolve(problem, self.arch, device_name)
         except (ConfigError, SpaceError):
             return None

@@ -35,6 +35,8 @@ from tiledsched.report.views import (
     views_of,
 )
 
+RATES = "Rates of the best schedules"
+
 
 def write_report(reports: Report | Sequence[Report], out_dir: str | Path) -> list[Path]:
     """Write report.md, report.html, the CSV files and the charts to a folder; returns the files written.
@@ -82,15 +84,17 @@ def document(reports: Report | Sequence[Report]) -> list[Block]:
         blocks += _all_problems(report, f" on {report.arch}" if len(several) > 1 else "")
     for report in several:
         blocks += _figures(report, f" ({report.arch})" if len(several) > 1 else "")
-    if len(several) == 1 and (spec := charts.rates(several)) is not None:
-        title = "Rates of the best schedules"
+    if len(several) == 1:
         folded = any(block.views for block in blocks if isinstance(block, Explorer))
-        blocks += [
-            Heading(text=title, folded=folded),
-            Chart(name=f"rates-{several[0].arch}", spec=spec, text=title),
-            Paragraph(text="Each dot is a problem with its best schedule."),
-        ]
+        heading = Heading(text=RATES, folded=folded)
+        blocks += _rates(several, heading, f"rates-{several[0].arch}", "Each dot is a problem with its best schedule.")
     return blocks
+
+
+def _rates(reports: Sequence[Report], heading: Heading, name: str, text: str) -> list[Block]:
+    """The chart of rates under a heading, with a text after it; nothing where no rate is known."""
+    spec = charts.rates(reports)
+    return [heading, Chart(name=name, spec=spec, text=RATES), Paragraph(text=text)] if spec else []
 
 
 def _title(reports: Sequence[Report]) -> str:
@@ -116,11 +120,10 @@ def _explorer(reports: Sequence[Report]) -> list[Block]:
         if roofs not in shared:
             shared[roofs] = charts.roofs(report, one)
         if curve not in shared:
-            every = (*report.measured.problems, *report.modelled.problems)
-            alike = [each for each in every if (each.provenance, each.group) == (one.provenance, one.group)]
+            alike = [each for each in report.problems if (each.provenance, each.group) == (one.provenance, one.group)]
             points = curve_rows(alike, partial(name_of, report=report))
             shared[curve] = points if len({point["size"] for point in points}) > 1 else []
-        rows, notes, pair = views_of(one, most, report.tile_knobs or ())
+        rows, notes, pair = views_of(one, most, report.tile_knobs)
         cases.append(
             ExplorerCase(
                 values={title: value for title, value in values.items() if title in differing},
@@ -222,16 +225,12 @@ def _side_by_side(reports: Sequence[Report]) -> list[Block]:
         for problem, found in sorted(best.items())
         if len(found) > 1
     ]
-    blocks: list[Block] = []
-    if (spec := charts.rates(reports)) is not None:
-        text = "Each dot is a problem with its best schedule; only problems of several GPUs are drawn."
-        blocks += [
-            Heading(text="The same problems on each GPU"),
-            Chart(name="rates", spec=spec, text="Rates of the best schedules"),
-            Paragraph(text=text),
-        ]
+    text = "Each dot is a problem with its best schedule; only problems of several GPUs are drawn."
     title = f"Best schedules of {plural(len(rows), 'problem')} on each GPU"
-    return blocks + _part(title, ("problem", *(report.arch for report in reports)), rows)
+    return [
+        *_rates(reports, Heading(text="The same problems on each GPU"), "rates", text),
+        *_part(title, ("problem", *(report.arch for report in reports)), rows),
+    ]
 
 
 def _part(
@@ -408,10 +407,8 @@ def _conditions(report: Report, after: str) -> list[Block]:
             _condition_table(device, report.regime),
         ]
     if report.elsewhere:
-        text = (
-            f"Left out: {plural(report.elsewhere, 'measurement')} of another regime, device, compiler or way of timing."
-        )
-        blocks.append(Paragraph(text=text))
+        left_out = plural(report.elsewhere, "measurement")
+        blocks.append(Paragraph(text=f"Left out: {left_out} of another regime, device, compiler or way of timing."))
     found = sum(one.programs for one in report.measured.problems)
     listed = sum(len(distinct(one)) for one in report.measured.problems)
     if listed < found:

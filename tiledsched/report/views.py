@@ -14,7 +14,17 @@ from tiledsched.core.text import change, code, joined, plural
 from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell, show
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
-from tiledsched.report.records import AS_GOOD, ProblemReport, Report, Tile, Timed, ValueEffect
+from tiledsched.report.records import (
+    AS_GOOD,
+    MEASURED,
+    ProblemReport,
+    Report,
+    Tile,
+    TileTime,
+    Timed,
+    Untuned,
+    ValueEffect,
+)
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -74,7 +84,7 @@ def listed(one: ProblemReport, most: int) -> dict[Schedule, int]:
     each tile.
     """
     programs = distinct(one)
-    own = {timed.schedule: timed.same_program_as or timed.schedule for timed in one.timed}
+    own = {timed.schedule: timed.program for timed in one.timed}
     named = [each.schedule for each in (*one.tiles, one.serves, one.default, one.untuned) if each]
     wanted = {timed.schedule for timed in sampled(programs, most)} | {own.get(each, each) for each in named}
     drawn = [timed.schedule for timed in programs if timed.schedule in wanted]
@@ -92,27 +102,22 @@ def mark_of(one: ProblemReport, schedules: Collection[Schedule]) -> str:
     return "tie" if one.ties.intersection(schedules) else ""
 
 
-def _members(places: Mapping[Schedule, int]) -> list[list[Schedule]]:
-    """The schedules of each program that is drawn."""
-    found: dict[int, list[Schedule]] = defaultdict(list)
-    for schedule, place in places.items():
-        found[place].append(schedule)
-    return [found[place] for place in range(len(found))]
-
-
 def program_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
     """The programs that are drawn: their time, what they take of the GPU, and the value of each knob."""
     knobs = dict.fromkeys(knob for schedule in places for knob in schedule)
+    alike: dict[int, list[Schedule]] = defaultdict(list)
+    for schedule, place in places.items():
+        alike[place].append(schedule)
     shown = [timed for timed in distinct(one) if timed.schedule in places]
     return [
         {
             "us": round(timed.us, 2),
             "best_us": round(one.best.us, 2),
-            "mark": mark_of(one, alike),
+            "mark": mark_of(one, alike[place]),
             **{name: getattr(timed.facts, fact) if timed.facts else None for name, fact in RESOURCES.items()},
             **{f"{KNOB}{knob}": timed.schedule.get(knob) for knob in knobs},
         }
-        for timed, alike in zip(shown, _members(places), strict=True)
+        for place, timed in enumerate(shown)
     ]
 
 
@@ -185,8 +190,8 @@ def pair_rows(one: ProblemReport, pair: Sequence[str], places: Mapping[Schedule,
     ]
 
 
-def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, str] | None:
-    """The two knobs that depend most on each other, but for those of the tile map; None where no two do in enough programs.
+def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, ...]:
+    """The two knobs that depend most on each other, but for those of the tile map; none where no two do in enough programs.
 
     Over all two values of each: how far the best time with both changed is from what the changes of one multiply to. Only values
     count of which enough programs were timed together.
@@ -211,7 +216,7 @@ def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, str]
             default=0.0,
         )
     worth = {pair: value for pair, value in worth.items() if {*pair} != {*tile} and value > math.log(1 + AS_GOOD)}
-    return max(worth, key=lambda pair: worth[pair], default=None)
+    return max(worth, key=lambda pair: worth[pair], default=())
 
 
 def judged_knobs(one: ProblemReport, tile: Collection[str]) -> list[ValueEffect]:
@@ -312,19 +317,30 @@ def mark_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
 
 
 def race_rows(one: ProblemReport) -> list[Row]:
-    """Each other implementation and the schedule of ours that it was timed in turn with: both times of that one run."""
+    """Each other implementation and the schedule of this problem's own entry that it was timed in turn with, the fastest first:
+    both times of that one run, as measured.
+    """
+    entry = one.served if one.provenance == MEASURED else None
+    if entry is None:
+        return []
+    taken = entry.updated_at or (entry.measurement.created_at if entry.measurement else None)
+    raced = [
+        (each.ratio, each.name, each.median_us, each.ours_us, each)
+        for each in entry.rivals or ()
+        if each.ratio is not None and each.median_us is not None and each.ours_us is not None
+    ]
     return [
         {
-            "rival": race.name,
-            "us": round(race.us, 2),
-            "ours_us": round(race.ours_us, 2),
-            "said": f"{race.ratio:.2f}x",
-            "interval": f"{race.ratio_low:.3f} to {race.ratio_high:.3f}",
-            "schedule": race.schedule.short(),
-            "day": f"{race.taken:%Y-%m-%d}" if race.taken else "",
-            "version": race.version,
+            "rival": name,
+            "us": round(us, 2),
+            "ours_us": round(ours_us, 2),
+            "said": f"{ratio:.2f}x",
+            "interval": f"{each.ratio_low or ratio:.3f} to {each.ratio_high or ratio:.3f}",
+            "schedule": entry.schedule.short(),
+            "day": f"{taken:%Y-%m-%d}" if taken else "",
+            "version": each.version,
         }
-        for race in one.races
+        for ratio, name, us, ours_us, each in sorted(raced, key=lambda race: race[:2])
     ]
 
 
@@ -332,23 +348,22 @@ def curve_rows(problems: Iterable[ProblemReport], named: Callable[[Schedule], st
     """What each choice costs over the best time, and what is served or best, for each problem with several programs."""
     rows = []
     for one in (each for each in problems if each.programs > 1):
-        untuned = one.untuned.relative if one.untuned else None
-        choices = (
-            (DEFAULTS, one.default.relative if one.default else None, one.default),
-            (UNTUNED, untuned, one.untuned),
-            ("second best tile", one.second_tile.relative if one.second_tile else None, one.second_tile),
+        choices: tuple[tuple[str, Timed | Untuned | TileTime | None], ...] = (
+            (DEFAULTS, one.default),
+            (UNTUNED, one.untuned),
+            ("second best tile", one.second_tile),
         )
         rows += [
             {
                 "size": one.size,
-                "relative": round(min(relative, CURVE_END), 4),
+                "relative": round(min(chosen.relative, CURVE_END), 4),
                 "what": what,
                 "tile": named(chosen.schedule),
                 "best": named((one.serves or one.leader).schedule),
                 "problem": str(one.problem),
             }
-            for what, relative, chosen in choices
-            if relative is not None and chosen
+            for what, chosen in choices
+            if chosen and chosen.relative is not None
         ]
     return rows
 
@@ -405,7 +420,7 @@ def views_of(
         tile: the knobs of the tile map; empty where there is none.
     """
     places, effects = listed(one, most), judged_knobs(one, tile)
-    programs, pair = program_rows(one, places), strongest_pair(one, tile) or ()
+    programs, pair = program_rows(one, places), strongest_pair(one, tile)
     partly = f"{len(programs)} of {one.programs} programs are drawn." if len(programs) < one.programs else ""
     rows: dict[str, Sequence[Row]] = {
         "tiles": tile_rows(one, tile, places) if tile and one.programs > 1 else (),
