@@ -580,6 +580,10 @@ SENTENCES = {
         surely_faster,
     ),
     "less time": (rf"That is {LONGER}, but the two were not raced against each other\.", less_time),
+    "builds": (
+        rf"Over {N} builds?: pairs of schedules that differ in one knob only, and how many of them are the same machine code\.",
+        lambda self, case, count: [("builds", count, lambda: len(self.evidence.builds))],
+    ),
     "error": (
         r"Estimates like these were ([\d.]+%)(?: to ([\d.]+%))? off on average(?:, depending on size and tile)? \((.*)\)\.",
         model_error,
@@ -742,7 +746,16 @@ def failures(self, group, head, cells):
     yield "candidates", cells[2], lambda: self.evidence.failures(cells[0], cells[1])
 
 
+def inert(self, group, head, cells):
+    """How often a knob leaves the machine code as it is."""
+    known = self.evidence.inert
+    yield "pairs", cells[1], lambda: known[cells[0]]["pairs"]
+    yield "same machine code", cells[2], lambda: known[cells[0]]["same"]
+    yield "share", cells[3], lambda: known[cells[0]]["same"] / known[cells[0]]["pairs"]
+
+
 TABLES = {
+    "Knobs that do not change the machine code": inert,
     "Schedules of": best_table,
     "Burst against sustained": both_regimes,
     "For which problems a value is good": rules_table,

@@ -474,7 +474,8 @@ class Evidence:
         ]
         entries = []
         for row in rows("select * from entries where kernel = ? and arch = ?", name, arch):
-            found = dict(row) | {"ties": json.loads(row["ties"]), "rivals": json.loads(row["rivals"] or "null")}
+            ties = [each["schedule"] for each in json.loads(row["ties"])]
+            found = dict(row) | {"ties": ties, "rivals": json.loads(row["rivals"] or "null")}
             found["problem"] = next(json.loads(dim["dims"]) for dim in dims if dim["id"] == row["problem_id"])
             found["toolchain"] = tools.get(row["toolchain_id"])
             found["schedule"], found["runner_up"] = schedules[row["schedule_id"]], schedules.get(row["runner_up_id"])
@@ -534,7 +535,7 @@ class Evidence:
                 if own in first and self._serves(built_for, problem, schedule, spec):
                     program_of[schedule], fingerprints[schedule] = first[own], fingerprint
         run = max((one.run for one in found if one.run is not None), default=None)
-        trace = {one.fingerprint: one for one in reversed([one for one in found if run is not None and one.run == run])}
+        first_taken = {each.fingerprint: each for each in found if run is not None and each.run == run}  # newest first
         entry = self.entry_of(problem, mode, device, min(found, key=lambda one: one.created).tileiras)
         times = {schedule: newest[timed].us for schedule, timed in program_of.items()}
         case = Case(
@@ -549,8 +550,7 @@ class Evidence:
             entry,
             self,
         )
-        order = sorted(trace.values(), key=lambda one: min(two.created for two in found if same_run(one, two)))
-        case.trace = [one.us / case.us for one in order]
+        case.trace = [one.us / case.us for one in sorted(first_taken.values(), key=lambda one: one.created)]
         return case
 
     def _serves(self, built_for, problem, schedule, spec):
@@ -850,6 +850,32 @@ class Evidence:
         """A schedule with the knobs that it lacks, which are younger, at their defaults."""
         return {**space_for(self.arch, self.kernel).complete(schedule)}
 
+    @cached_property
+    def inert(self):
+        """For each knob the pairs of builds for one problem that differ in it alone, and how many are one machine code; problems
+        with the same builds count once."""
+        devices = {one.problem: Device(**one.device) for one in self.listed}
+        problems = dict.fromkeys([*devices, *(case.problem for case in self.modelled)])
+        groups = {
+            tuple(
+                (schedule, fingerprint)
+                for schedule, built_for, fingerprint in self.builds
+                if self._serves(built_for, problem, schedule, devices.get(problem, ARCHS.get(self.arch)))
+            )
+            for problem in problems
+        }
+        found = defaultdict(Counter)
+        for group in groups:
+            alike = defaultdict(list)
+            for schedule, code in group:
+                for knob in schedule:
+                    rest = frozenset((name, typed(value)) for name, value in schedule.items() if name != knob)
+                    alike[knob, rest].append(code)
+            for (knob, _), codes in alike.items():
+                for one, other in itertools.combinations(codes, 2):
+                    found[knob].update(pairs=1, same=int(one == other))
+        return found
+
     def failures(self, stage, kind):
         """How many candidates failed in one way."""
         with sqlite3.connect(f"file:{self.db}?mode=ro", uri=True) as connection:
@@ -859,10 +885,6 @@ class Evidence:
 
 def changed(schedule, default):
     return sum(schedule.get(knob) != value for knob, value in default.items())
-
-
-def same_run(one, other):
-    return other.run == one.run and other.fingerprint == one.fingerprint
 
 
 def place_of(entry):

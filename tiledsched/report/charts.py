@@ -681,7 +681,7 @@ def views(reports: Sequence[Report]) -> list[View]:
         View(
             name="search",
             heading="How the search went",
-            caption="The best time so far against the number of programs measured, in the newest run.",
+            caption="The best time so far, of the first times of the newest run, against the number of programs measured.",
             spec={
                 "width": "container",
                 "height": 190,
