@@ -186,7 +186,7 @@ def test_what_32_bits_do_not_reach_is_wide() -> None:
 def test_a_problem_from_json_names_the_wrong_key() -> None:
     with pytest.raises(ProblemError, match=r"unknown problem keys \['sequence'\]; known are \['alignment'"):
         problem_from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1, "head_dim": 1, "sequence": 3})
-    with pytest.raises(ProblemError, match=r"attention needs \['head_dim'\]"):
+    with pytest.raises(ProblemError, match=r"attention needs D \(head_dim\)"):
         problem_from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1})
     with pytest.raises(ProblemError, match='add "kernel"'):
         problem_from_json({"seq_q": 1, "seq_k": 1, "head_dim": 1})

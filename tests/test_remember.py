@@ -9,7 +9,6 @@ import importlib
 import itertools
 import json
 import os
-import re
 import shutil
 import sqlite3
 import subprocess
@@ -553,17 +552,6 @@ def test_a_program_is_named_by_its_file_and_not_run(machine, tmp_path, capsys, m
         assert main(words) == code
         out, err = capsys.readouterr()
         assert said in out + err
-
-
-def test_the_sample_that_ships_is_explained_as_its_page_says(tmp_path, capsys):
-    page = (Path(__file__).parents[1] / "docs" / "drop-in.md").read_text()
-    words = re.search(r"tiledsched (explain silu.py:silu .*)", page)[1].split()
-    database = ["--db", str(tmp_path / "sample.db")]
-    assert main(["db", "import", "sample", *database]) == 0
-    capsys.readouterr()
-    assert main([*words[: words.index("--db")], *words[words.index("--db") + 2 :], *database]) == 0
-    printed = capsys.readouterr().out.partition("\n  settings")[0]
-    assert f"```\n{printed}\n```" in page
 
 
 @pytest.mark.parametrize("way", ["table", "bundle", "site"])

@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_is_said_before_and_after_building(tmp_pa
 def raising(error):
     """A function that raises, whatever it is given."""
 
-    def fail(*given):
+    def fail(*given, **options):
         raise error
 
     return fail
