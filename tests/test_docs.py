@@ -31,7 +31,7 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 RUN = ("check", "choosing", "database", "drop-in", "faq", "python", "recipes", "training")
 """Other pages whose commands are run."""
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-WRITE = os.environ.get("TILEDSCHED_WRITE_TABLES") == "1"
+WRITE = os.environ.get("WRITE_TABLES") == "1"
 
 
 def blocks(path, *languages):
@@ -90,7 +90,7 @@ def parse(words):
 
 
 def test_the_page_of_commands_says_what_their_help_says():
-    """With TILEDSCHED_WRITE_TABLES=1 its sections are written anew."""
+    """With WRITE_TABLES=1 its sections are written anew."""
     text, made = commands_page.PAGE.read_text(encoding="utf-8"), commands_page.page()
     if WRITE:
         commands_page.PAGE.write_text(made, encoding="utf-8")
@@ -118,7 +118,7 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
 
     A Python block that begins with `# NAME.py` becomes that file; `# NAME.py, continued` is added to it. A block of `sh` is
     run. A block of `text` behind it is what the last run printed to stdout: numbers may differ, and a line of three dots
-    stands for any lines. Blocks without a language need a GPU and are not run. With TILEDSCHED_WRITE_TABLES=1 the page is
+    stands for any lines. Blocks without a language need a GPU and are not run. With WRITE_TABLES=1 the page is
     written anew with what was printed.
     """
     folders = {name: str(tmp_path) for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
@@ -215,7 +215,7 @@ def shortened(printed, shown):
 
 
 def test_the_first_page_of_the_site_is_the_readmes_beginning_and_its_path():
-    """With TILEDSCHED_WRITE_TABLES=1 it is written anew."""
+    """With WRITE_TABLES=1 it is written anew."""
     page, text = ROOT / "docs" / "index.md", (ROOT / "README.md").read_text(encoding="utf-8")
     title, words, _, what, picture = text.split("\n\n## ")[0].split("\n\n")
     path = text.split("\n## The path\n\n")[1].split("\n\n")[0]

@@ -2,7 +2,7 @@
 
 TileGym's are run where it is installed (`make test` installs it); cuTile's samples where CUTILE_SAMPLES names their
 folder: `git clone https://github.com/NVIDIA/cutile-python`, then CUTILE_SAMPLES=cutile-python/samples.
-TILEDSCHED_WRITE_TABLES=1 writes docs/results/strangers.csv instead of comparing with it.
+WRITE_TABLES=1 writes docs/results/strangers.csv instead of comparing with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiledsched.interpreter import InterpreterError, launches_on_cpu
 
 CASES = [(package, group) for package, groups in table.GROUPS.items() for group in groups]
 CUTILE_SAMPLES = os.environ.get("CUTILE_SAMPLES")
-WRITE = os.environ.get("TILEDSCHED_WRITE_TABLES") == "1"
+WRITE = os.environ.get("WRITE_TABLES") == "1"
 
 
 def folder_of(package: str) -> Path:
@@ -42,7 +42,7 @@ def skip_other_versions(package: str, folder: Path) -> None:
         pytest.skip(f"the table is of {package} {written}, here is {found}")
 
 
-@pytest.mark.skipif(not WRITE, reason="TILEDSCHED_WRITE_TABLES=1 writes docs/results/strangers.csv")
+@pytest.mark.skipif(not WRITE, reason="WRITE_TABLES=1 writes docs/results/strangers.csv")
 def test_write_the_table():
     rows = table.read_table() if table.TABLE.exists() else {}
     for package, groups in table.GROUPS.items():
