@@ -16,15 +16,13 @@ from tiledsched.core.files import read_bounded, user_folder, write_whole
 
 PLACES = ("db", "site", "capture")
 """Settings that say where things are read and written."""
-BESIDE = ("0", "1", "False", "True")
-"""Values of `capture` that name no folder."""
 
 
 def outside(name: str, value: Any, path: Path) -> str:
     """What a setting of the project file at `path` names that is not inside the file's folder: a server or a place; empty
     where it names nothing of the kind.
     """
-    if name not in PLACES or (name == "capture" and str(value) in BESIDE):
+    if name not in PLACES:
         return ""
     scheme, found, place = str(value).rpartition("://")
     if found and scheme != "sqlite":

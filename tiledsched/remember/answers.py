@@ -340,9 +340,11 @@ class AnswerStore:
 
         Where another process stored an answer since `before` was read, that answer stays, and both processes give it.
         """
+        from tiledsched.store.database import DAMAGE
+
         try:
             self._write(found, before)
-        except (DatabaseError, OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (DatabaseError, OSError, *DAMAGE) as error:
             warn_once(f"the results cannot be stored, and will be measured again: {error}")
             return Answers()
         return self._read_database(self._settings.db)

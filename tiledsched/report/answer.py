@@ -330,9 +330,9 @@ def _knobs(report: Report, problems: Sequence[ProblemReport], rules: Sequence[Ru
     of["told"] = [*of["choose"], *of["leave"]]
     too = ", too" if of["choose"] else ""
     sentences = {
-        "leave": f"Leave {_kept(of['leave'])}: no other value compared is more than 1% faster.",
+        "leave": f"Leave {_with_evidence(of['leave'])}: no other value compared is more than 1% faster.",
         "same": f"Differences below 1% are all that is known between values of {_names(of['same'])}.",
-        "few": f"Too few problems to advise: no other value compared is more than 1% faster than {_kept(of['few'])}.",
+        "few": f"Too few problems to advise: no other value compared is more than 1% faster than {_with_evidence(of['few'])}.",
         "choose": f"Tune {_preferred(of['choose'], len(problems))} for each problem.",
         "unclear": f"Tune {_won(of['unclear'])}{too}: no value is known to be good for every problem.",
         "won": f"Pairs of programs settle nothing about {_won(of['won'])}, of which nearly all winners have one value.",
@@ -352,7 +352,7 @@ def _agreed(verdict: KnobVerdict) -> bool:
     return total >= FEWEST_PROBLEMS and verdict.winners[0][1] >= (1 - MOST_OTHERS) * total
 
 
-def _kept(verdicts: Sequence[KnobVerdict]) -> str:
+def _with_evidence(verdicts: Sequence[KnobVerdict]) -> str:
     """Knobs at a value, with the evidence: `x` at 1 (over 14 problems; 2 of 489 winners of searches have another value)."""
     words = []
     for place, each in enumerate(verdicts):
