@@ -254,9 +254,18 @@ def test_an_export_that_fails_leaves_the_table_that_was_there(db, tmp_path, monk
         ("UPDATE measurements SET samples_us = '[1.0, 2.0, 3.0]' WHERE id = 1", "it has 3 samples, not the 5"),
         ("UPDATE measurements SET samples_us = '[98.0, 99.0, 100.0, 101.5, 102.0]' WHERE id = 1", "its interval"),
         ("UPDATE measurements SET samples_us = '[\"x\"]' WHERE id = 1", "measurements 1: its samples_us"),
-        ("UPDATE measurements SET samples_us = '[0.0]' WHERE id = 1", "measurements 1: its samples_us '[0.0]': Expected `float` > 0.0"),
-        ("UPDATE measurements SET samples_us = '[Infinity]' WHERE id = 1", "measurements 1: its samples_us '[Infinity]': JSON is malformed"),
-        ("UPDATE measurements SET samples_us = '[1.0' WHERE id = 1", "measurements 1: its samples_us '[1.0': Input data was truncated"),
+        (
+            "UPDATE measurements SET samples_us = '[0.0]' WHERE id = 1",
+            "measurements 1: its samples_us '[0.0]': Expected `float` > 0.0",
+        ),
+        (
+            "UPDATE measurements SET samples_us = '[Infinity]' WHERE id = 1",
+            "measurements 1: its samples_us '[Infinity]': JSON is malformed",
+        ),
+        (
+            "UPDATE measurements SET samples_us = '[1.0' WHERE id = 1",
+            "measurements 1: its samples_us '[1.0': Input data was truncated",
+        ),
         ("UPDATE measurements SET conditions = '{' WHERE id = 2", "measurements 2: its conditions '{'"),
         ("UPDATE problems SET dims = '[1]'", "its dims '[1]': Expected `object`"),
         ("UPDATE entries SET updated_at = 'never'", "entries 1: its updated_at 'never'"),
@@ -285,7 +294,9 @@ def test_a_row_that_cannot_be_read_is_said_and_left_out(db, tmp_path, statement,
     assert len(db.entries()) < 2
     db.measurements()
     (record,) = caplog.records
-    assert re.search(r"^\d+ damaged rows? of /.*tuning.db left out; `tiledsched db check` names (it|them)$", record.message)
+    assert re.search(
+        r"^\d+ damaged rows? of /.*tuning.db left out; `tiledsched db check` names (it|them)$", record.message
+    )
 
 
 def test_a_schema_of_no_version_is_said(db, tmp_path):

@@ -102,13 +102,16 @@ class ArchTable:
                 continue
             if measured:
                 covered.add(place)
+            if not takes_hints(self.compiler, entry.schedule):
+                continue
             ours, second = entry.arch == self.arch, entry.runner_up
-            if takes_hints(self.compiler, entry.schedule) and (ours or measured):
-                yield entry.replace(
-                    schedule=self.space.complete(entry.schedule),
-                    runner_up=second if second is not None and takes_hints(self.compiler, second) else None,
-                    provenance=entry.provenance if ours else "transferred",
-                )
+            changed: dict[str, Any] = {} if ours else {"provenance": "transferred"}
+            if second is not None and not takes_hints(self.compiler, second):
+                changed["runner_up"] = None
+            if (whole := self.space.complete(entry.schedule)) != entry.schedule:
+                changed["schedule"] = whole
+            if ours or measured:
+                yield entry.replace(**changed) if changed else entry
 
     def measured_for(self, problem: Problem, device_name: str) -> Entry | None:
         """What was measured for this very problem, on the device of this name if possible; None where nothing was."""

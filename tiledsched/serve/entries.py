@@ -134,6 +134,7 @@ def _stored(name: str, url: str | None, kernel: str, near: bool) -> Layer:
     entries: Sequence[Entry] = ()
     try:
         with reading(url) as rows:
+            rows.layer = name
             stored = StoredEntries(url, kernel, rows) if near else None
             if stored is not None and stored.many:
                 return Layer(name=name, where=where, entries=(), stored=stored)
@@ -219,23 +220,24 @@ class Near:
 
     def __init__(self, found: Sequence[Layer], kernel: KernelClass) -> None:
         self._layers, self._kernel = found, kernel
+        self.raced = any(layer.stored.raced for layer in found if layer.stored)
+        """Whether rivals were timed for any of the entries that are in databases."""
         self.seen_mhz: dict[str, int] = {}
         """By the name of each GPU, the highest clock behind the entries that are in databases."""
         for layer in found:
             for name, clock in (layer.stored.seen_mhz if layer.stored else {}).items():
                 self.seen_mhz[name] = max(clock, self.seen_mhz.get(name, 0))
 
-    def entries(self, problem: Problem) -> list[Entry]:
-        """The entries near a problem, together with those that other layers have for the same problems."""
-        stored = [of_kernel(layer.stored.near(problem), self._kernel) if layer.stored else [] for layer in self._layers]
-        problems = {entry.problem for some in stored for entry in some}
-        return combined(
-            [
-                replace(layer, entries=[*(each for each in layer.entries if each.problem in problems), *some])
-                for layer, some in zip(self._layers, stored, strict=True)
-            ],
-            self.seen_mhz,
-        )
+    def entries(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
+        """The entries near a problem, or only its own, together with those that other layers have for the same problems."""
+        stored = [layer.stored.near(problem, alone=alone) if layer.stored else [] for layer in self._layers]
+        own = [of_kernel(some, self._kernel) for some in stored]
+        problems = {problem, *(entry.problem for some in own for entry in some)}
+        whole = [
+            replace(layer, entries=[*(each for each in layer.entries if each.problem in problems), *some])
+            for layer, some in zip(self._layers, own, strict=True)
+        ]
+        return combined(whole, self.seen_mhz)
 
     def device_names(self, arch: str) -> set[str]:
         """The GPUs of an arch on which something was measured."""

@@ -121,8 +121,12 @@ class LookupTable:
             SpaceError: the arch has no search space.
             ConfigError: a forced knob makes the schedule invalid.
         """
-        question = Question(problem=problem, table=self._around(problem, arch), device_name=device_name)
-        served = find(EXACT, question) or self._shared(question) or find(GUESSES, question, NOT_MEASURED)
+        question = Question(problem=problem, table=self._around(problem, arch, alone=True), device_name=device_name)
+        served = find(EXACT, question)
+        if self._near and (served is None or self._near.raced):
+            question.table = self._around(problem, arch)
+            served = find(EXACT, question)
+        served = served or self._shared(question) or find(GUESSES, question, NOT_MEASURED)
         assert served is not None, "there always is a default"
         return refined(AT_LAST, question, served)
 
@@ -160,12 +164,12 @@ class LookupTable:
         served = self._answers[key]
         return None if question.table.space.unworkable(served.schedule, question.problem) else served
 
-    def _around(self, problem: Problem, arch: str) -> ArchTable:
-        """What is known on an arch, with the further entries near a problem."""
+    def _around(self, problem: Problem, arch: str, *, alone: bool = False) -> ArchTable:
+        """What is known on an arch, with the further entries near a problem, or only its own."""
         table = self._of_arch(arch)
         if self._near is None:
             return table
-        return table.over([each for each in self._near.entries(problem) if each.arch in same_code(arch)])
+        return table.over([each for each in self._near.entries(problem, alone=alone) if each.arch in same_code(arch)])
 
     def _of_arch(self, arch: str) -> ArchTable:
         """What is known on an arch.

@@ -23,8 +23,8 @@ from tiledsched.store.spills import Spills, joined, stored
 
 MANY = 1000
 """Entries of a kernel up to which all of them are read. No more ship for any kernel and arch."""
-NEAREST = 48
-"""Problems whose entries are read, of which the kernel's own distance chooses: three times as many as it transfers from."""
+NEAREST = 32
+"""Problems whose entries are read, of which the kernel's own distance chooses: twice as many as it transfers from."""
 
 
 class Clock(msgspec.Struct):
@@ -45,15 +45,22 @@ class StoredEntries:
     """
 
     def __init__(self, url: str | None, kernel: str, rows: Rows) -> None:
-        self._url = url
+        self._url, self._layer = url, rows.layer
         self._condition, self._words = of_name(kernel)
         counted = rows.run(f"SELECT count(*) FROM entries r WHERE {self._condition}", self._words)
         self.many = next(iter(counted))[0] > MANY
         """Whether there are so many that a call does not wait for all."""
+        self.raced = False
+        """Whether rivals were timed for any of them."""
         self.seen_mhz: dict[str, int] = {}
         """By the name of each GPU, the highest clock behind any of them."""
         self._known: dict[str, list[Entry]] = {}
         if self.many:
+            of_kernel = f"FROM entries r WHERE {self._condition}"
+            archs = [arch for (arch,) in rows.run(f"SELECT DISTINCT r.arch {of_kernel}", self._words)]
+            self._archs = quoted(arch for arch in archs if isinstance(arch, str))
+            raced = rows.run(f"SELECT 1 {of_kernel} AND r.rivals IS NOT NULL LIMIT 1", self._words)
+            self.raced = next(iter(raced), None) is not None
             self._read_clocks(rows)
             self._read_problems(rows)
 
@@ -89,24 +96,27 @@ class StoredEntries:
             words.append(0 if is_size else self._codes.setdefault(value, 1 + len(self._codes)))
         return sizes, words
 
-    def near(self, problem: Problem) -> list[Entry]:
-        """The entries of the problem and of those nearest to it, by octaves between sizes and by how many other values differ."""
+    def near(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
+        """The entries of the problem and, unless they are wanted alone, of those nearest to it, by octaves between sizes and
+        by how many other values differ."""
+        ids = dict.fromkeys((problem.id, *([] if alone else self._nearest(problem))))
+        if new := [each for each in ids if each not in self._known]:
+            self._read(new)
+        return [entry for each in ids for entry in self._known[each]]
+
+    def _nearest(self, problem: Problem) -> list[str]:
         import numpy as np
 
         sizes, words = self._place({name: each for name, each in problem.to_json().items() if name != "kernel"})
         apart = np.abs(self._sizes - sizes).sum(axis=1) + (self._words_of != words).sum(axis=1)
-        nearest = np.argsort(apart, kind="stable")[:NEAREST]
-        ids = [self._ids[place] for place in nearest]
-        new = [each for each in (problem.id, *ids) if each not in self._known]
-        if new:
-            self._read(new)
-        return [entry for each in dict.fromkeys((problem.id, *ids)) for entry in self._known[each]]
+        return [self._ids[place] for place in np.argsort(apart, kind="stable")[:NEAREST]]
 
     def _read(self, ids: Sequence[str]) -> None:
         self._known.update((each, []) for each in ids)
         try:
             with reading(self._url) as rows:
-                condition = f"WHERE r.problem_id IN ({quoted(ids)}) AND {self._condition}"
+                rows.layer = self._layer
+                condition = f"WHERE {self._condition} AND r.arch IN ({self._archs}) AND r.problem_id IN ({quoted(ids)})"
                 for entry in distinct(rows.entries(self._words, condition)):
                     own = entry.problem.id  # it may be stored under the one that it had once
                     self._known[own if own in self._known else ids[0]].append(entry)

@@ -297,6 +297,8 @@ class Rows:
 
     def __init__(self, run: Run, where: str) -> None:
         self.run, self._where = run, where
+        self.layer = ""
+        """The layer of the entries that are read."""
         self.skipped: dict[tuple[str, str], str] = {}
         """Why a row was skipped, by its table and what tells it from others there."""
         self._parents: dict[str, dict[Any, Any]] = defaultdict(Known)
@@ -388,7 +390,7 @@ class Rows:
             rivals=rivals,
             toolchain=toolchain,
             updated_at=in_utc(row.updated_at),
-            layer="",
+            layer=self.layer,
         )
 
     def failures(self, words: Mapping[str, Any], rest: str) -> Iterator[FailureRecord]:
