@@ -107,7 +107,7 @@ class LookupTable:
 
     def spills(self, arch: str) -> Spills:
         """What is known of programs of an arch that spill registers or do not build."""
-        return self._of_arch(arch).spills
+        return joined(self._of_arch(arch).spills)
 
     def resolve(self, problem: Problem, arch: str, device_name: str = "") -> Served:
         """What is served for a problem.

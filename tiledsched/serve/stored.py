@@ -179,7 +179,9 @@ class StoredSpills(Mapping[str, Mapping[str, int]]):
 
     @functools.cached_property
     def _all(self) -> Spills:
-        return joined(self._shipped, self._read(None))
+        found = joined(self._shipped, self._read(None))
+        self._known.update((schedule, {schedule: of}) for schedule, of in found.items())
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)

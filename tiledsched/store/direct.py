@@ -14,6 +14,10 @@ from tiledsched.store.location import HEAD, VERSION_TABLE, database_file
 from tiledsched.store.rows import Rows, text_or_bytes
 
 
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises, which quotes what it cannot read where Python cannot read the quotation."""
+
+
 @contextmanager
 def reading(url: str | os.PathLike[str] | None) -> Iterator[Rows]:
     """A reader of the rows of the database at `url` (as for `TuningDB.open`). Its queries are of one state of the database, and
@@ -39,13 +43,13 @@ def reading(url: str | os.PathLike[str] | None) -> Iterator[Rows]:
             rows = Rows(run, path)
             yield rows
             rows.warn()
-    except sqlite3.Error as error:
+    except UNREADABLE as error:
         import sqlalchemy as sa
 
         from tiledsched.store.engine import explained, resolve_url
 
         with explained(resolve_url(url)):
-            raise sa.exc.DatabaseError("", None, error) from error
+            raise sa.exc.DatabaseError("", None, error) if isinstance(error, sqlite3.Error) else error
 
 
 def _connected(file: Path, limit: Limit) -> sqlite3.Connection | None:
@@ -56,7 +60,7 @@ def _connected(file: Path, limit: Limit) -> sqlite3.Connection | None:
         connection = sqlite3.connect(
             f"{file.as_uri()}?{options}", uri=True, timeout=READ_TIMEOUT_S, isolation_level=None
         )
-    except sqlite3.Error:
+    except UNREADABLE:
         return None
     try:
         connection.text_factory = text_or_bytes
@@ -65,7 +69,7 @@ def _connected(file: Path, limit: Limit) -> sqlite3.Connection | None:
         connection.execute("BEGIN")
         if connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [(HEAD,)]:
             return connection
-    except sqlite3.Error:
+    except UNREADABLE:
         pass
     connection.close()
     return None
