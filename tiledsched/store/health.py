@@ -1,18 +1,22 @@
-"""Checks whether a database is sound. Everything is read once, and nothing is changed."""
+"""Checks whether a database is sound. Everything is read once, a few rows at a time, and nothing is changed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy import select
-from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError
-from tiledsched.store.codec import decode, untrue_estimates
+from tiledsched.measure.estimate import Timing
+from tiledsched.store.codec import REMEMBERED, decode, untrue_estimates
 from tiledsched.store.models import (
     Base,
     DeviceRow,
@@ -27,6 +31,10 @@ from tiledsched.store.records import PROVENANCES
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError)
 """What reading a column raises that holds no JSON or no time."""
+AT_ONCE = 500
+"""Rows that are read at once."""
+ESTIMATE = ("median_us", "ci_low_us", "ci_high_us", "sample_count")
+"""Columns that samples decide."""
 
 
 def problems_found(session: Session) -> list[str]:
@@ -34,19 +42,26 @@ def problems_found(session: Session) -> list[str]:
     found = _read(session, _tables)
     if found:
         return found
-    for part in (_file, _columns, _contents, _measurements, _entries):
+    for part in (_file, _columns, _contents, _entries):
         found += [line for line in _read(session, part) if line not in found]
     return found
 
 
-def _read(session: Session, part: Callable[[Session], list[str]]) -> list[str]:
-    """What one check finds, or one line where the check cannot read to the end."""
+def _read(session: Session, part: Callable[[Session], Iterable[str]]) -> list[str]:
+    """What one check finds, and one line more where the check cannot read to the end."""
+    found = []
     try:
-        return part(session)
+        found += part(session)
     except (sa.exc.DatabaseError, *UNREADABLE) as error:
         session.rollback()
         words = error.orig if isinstance(error, sa.exc.DatabaseError) else f"{type(error).__name__}: {error}"
-        return [f"cannot be read to its end: {words}; restore a copy"]
+        found.append(f"cannot be read to its end: {words}; restore a copy")
+    return found
+
+
+def _rows(session: Session, statement: sa.Select) -> Iterator[Any]:
+    """The rows of a statement, of which few are in memory at a time."""
+    yield from session.connection().execute(statement, execution_options={"yield_per": AT_ONCE})
 
 
 def _tables(session: Session) -> list[str]:
@@ -54,29 +69,56 @@ def _tables(session: Session) -> list[str]:
     return [f"table {name} is missing; restore a copy" for name in Base.metadata.tables if name not in there]
 
 
-def _file(session: Session) -> list[str]:
+def _file(session: Session) -> Iterator[str]:
     if session.get_bind().dialect.name != "sqlite":
-        return []  # PostgreSQL checks its own files, and enforces references
-    found = [str(line) for line in session.scalars(sa.text("PRAGMA integrity_check")) if line != "ok"]
+        return  # PostgreSQL checks its own files, and enforces references
+    driver: Any = session.connection().connection.driver_connection
+    # SQLite checks a whole table between two looks of the progress handler. This thread waits, and heeds signals meanwhile.
+    with ThreadPoolExecutor(1) as other:
+        lines = other.submit(lambda: driver.execute("PRAGMA integrity_check").fetchall())
+        try:
+            yield from (str(line) for (line,) in lines.result() if line != "ok")
+        finally:
+            driver.interrupt()
     for table, row, parent, _ in session.execute(sa.text("PRAGMA foreign_key_check")):
-        found.append(f"{table} row {row} points at a row of {parent} that is not there")
-    return found
+        yield f"{table} row {row} points at a row of {parent} that is not there"
 
 
-def _columns(session: Session) -> list[str]:
-    """The values that are no JSON, or not the JSON of the record that their column holds."""
-    found = []
+def _columns(session: Session) -> Iterator[str]:
+    """The values that are no JSON, or not the JSON of the record that their column holds; and the measurements whose median or
+    interval is not that of their samples.
+    """
     for table in Base.metadata.sorted_tables:
+        columns = [each for each in table.columns if isinstance(each.type, (sa.JSON, Record))]
+        if not columns:
+            continue
+        measured = table is MeasurementRow.__table__
+        timing = [table.c[name] for name in ESTIMATE] if measured else []
         key = next(iter(table.primary_key.columns))
-        for column in table.columns:
-            if isinstance(column.type, (sa.JSON, Record)):
-                texts = select(key, sa.cast(column, sa.Text)).where(column.isnot(sa.null()))
-                for row, text in session.execute(texts):
-                    wrong = _unreadable(column.type, text)
-                    found += [f"{table.name} {row}: its {column.name} {wrong}"] if wrong else []
-    return found
+        texts = (sa.cast(each, sa.Text) for each in columns)
+        for row, *values in _rows(session, select(key, *timing, *texts)):
+            for column, text in zip(columns, values[len(timing) :], strict=True):
+                if measured and column.name == "samples_us" and (samples := _samples(text)) is not None:
+                    estimate = dict(zip(ESTIMATE, values, strict=False))
+                    count = estimate.pop("sample_count")
+                    lines = untrue_estimates(Timing(**estimate), samples, count)
+                    yield from (f"measurement {row}: {wrong}" for wrong in lines)
+                elif text is not None and (wrong := _unreadable(column.type, text)):
+                    yield f"{table.name} {row}: its {column.name} {wrong}"
 
 
+_READ_SAMPLES = msgspec.json.Decoder(tuple[float, ...])
+
+
+def _samples(text: str) -> tuple[float, ...] | None:
+    """The samples that are written in a column; None where it holds anything else."""
+    try:
+        return _READ_SAMPLES.decode(text)
+    except (msgspec.MsgspecError, TypeError):
+        return None
+
+
+@lru_cache(maxsize=REMEMBERED)  # measurements share their conditions
 def _unreadable(kind: sa.types.TypeEngine[Any], text: str) -> str:
     """Why a text is not what a column of this type holds; empty where it is."""
     try:
@@ -90,7 +132,7 @@ def _unreadable(kind: sa.types.TypeEngine[Any], text: str) -> str:
     return ""
 
 
-def _contents(session: Session) -> list[str]:
+def _contents(session: Session) -> Iterator[str]:
     """The rows whose id is not the hash of their contents: somebody else changed them."""
     problem = sa.type_coerce(ProblemRow.dims, sa.JSON)
     contents = {
@@ -98,48 +140,33 @@ def _contents(session: Session) -> list[str]:
         "device": select(DeviceRow.id, sa.type_coerce(DeviceRow.device, sa.JSON)),
         "problem": select(ProblemRow.id, problem, ProblemRow.kernel),
     }
-    found = []
     for what, rows in contents.items():
-        for identity, values, *kernel in session.execute(rows):
+        for identity, values, *kernel in _rows(session, rows):
             if stable_id({"kernel": kernel[0], **values} if kernel else values) != identity:
-                found.append(f"{what} {identity} does not hold the values its id stands for")
-    return found
+                yield f"{what} {identity} does not hold the values its id stands for"
 
 
-def _measurements(session: Session) -> list[str]:
-    """The measurements whose median or interval is not that of their samples."""
-    samples_us = sa.type_coerce(MeasurementRow.samples_us, sa.JSON)
-    found = []
-    for number, timing, samples, count in session.execute(
-        select(MeasurementRow.id, MeasurementRow.timing, samples_us, MeasurementRow.sample_count)
-    ):
-        for wrong in untrue_estimates(timing, samples, count):
-            found.append(f"measurement {number}: {wrong}")
-    return found
-
-
-def _entries(session: Session) -> list[str]:
+def _entries(session: Session) -> Iterator[str]:
     """The entries that are not what their measurement and their toolchain say. References are checked by the database."""
-    columns = MeasurementRow.arch, MeasurementRow.problem_id, MeasurementRow.schedule_id, MeasurementRow.fingerprint
+    shared = [EntryRow.arch, EntryRow.problem_id, EntryRow.schedule_id, EntryRow.fingerprint]
+    measured_by = [getattr(MeasurementRow, each.key) for each in shared]
     wanted = (
-        select(EntryRow, ToolchainRow.tileiras, MeasurementRow.id, *columns)
+        select(EntryRow.id, EntryRow.kernel, EntryRow.compiler, EntryRow.provenance, ToolchainRow.tileiras)
+        .add_columns(MeasurementRow.id, *shared, *measured_by)
         .outerjoin(MeasurementRow, MeasurementRow.id == EntryRow.measurement_id)
         .outerjoin(ToolchainRow, ToolchainRow.id == EntryRow.toolchain_id)
-        .options(defer(EntryRow.rivals), defer(EntryRow.ties))
     )
-    found = []
-    for entry, compiler, measurement_id, *measured in session.execute(wanted):
+    for number, kernel, compiler, provenance, toolchain, measurement_id, *values in _rows(session, wanted):
         wrong = []
-        if entry.compiler != (compiler or ""):
-            wrong.append(f"it is kept for compiler {entry.compiler!r}, and its toolchain is of {compiler!r}")
-        if entry.provenance not in PROVENANCES:
-            wrong.append(f"unknown provenance {entry.provenance!r}")
-        if entry.provenance == "measured" and measurement_id is None:
+        if compiler != (toolchain or ""):
+            wrong.append(f"it is kept for compiler {compiler!r}, and its toolchain is of {toolchain!r}")
+        if provenance not in PROVENANCES:
+            wrong.append(f"unknown provenance {provenance!r}")
+        own, measured = values[: len(shared)], values[len(shared) :]
+        if provenance == "measured" and measurement_id is None:
             wrong.append("measured, but without a measurement")
-        elif entry.provenance == "measured":
-            for column, value in zip(columns, measured, strict=True):
-                if getattr(entry, column.key) != value:
+        elif provenance == "measured":
+            for column, mine, its in zip(shared, own, measured, strict=True):
+                if mine != its:
                     wrong.append(f"its measurement {measurement_id} is of another {column.key.removesuffix('_id')}")
-        name = f"entry {entry.id} ({entry.kernel}, {entry.arch}, problem {entry.problem_id})"
-        found += [f"{name}: {line}" for line in wrong]
-    return found
+        yield from (f"entry {number} ({kernel}, {own[0]}, problem {own[1]}): {line}" for line in wrong)
