@@ -7,7 +7,7 @@ threads, but not across a fork. Times are UTC. All methods raise DatabaseError w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from tiledsched.store.models import (
     ToolchainRow,
     of_name,
 )
+from tiledsched.store.queries import Comparable
 from tiledsched.store.reading import (
     UNDISTURBED,
     Choose,
@@ -285,6 +286,13 @@ class TuningDB(Database):
             if found:
                 yield problem, found
 
+    def every_measurement(self) -> Iterator[StoredMeasurement]:
+        """All measurements, also those that decide nothing, in the order of their numbers. Few are in memory at a time."""
+        wanted = select_measurements().order_by(None).order_by(MeasurementRow.id)
+        with self.reading(*DAMAGE) as session:
+            for row in session.execute(wanted, execution_options={"yield_per": 500}):
+                yield measurement_of(*row)
+
     def landscape(self, problem: Problem, device_name: str, regime: str) -> list[StoredMeasurement]:
         """The newest measurement of every candidate of one problem on one device, the fastest first."""
         found = self.measurements(problem, device_name=device_name, regime=regime, latest=True)
@@ -444,8 +452,8 @@ class TuningDB(Database):
 
     def merge(
         self,
-        measurements: Sequence[StoredMeasurement],
-        entries: Sequence[Entry],
+        measurements: Iterable[StoredMeasurement],
+        entries: Iterable[Entry],
         artifacts: Sequence[ArtifactRecord] = (),
     ) -> MergeResult:
         """Add what another database or file holds, in one transaction.
@@ -455,29 +463,36 @@ class TuningDB(Database):
         merged, nor on how often they are. Where pooled measurements contradict what is served, the result says so.
 
         Args:
-            measurements: the other database's measurements.
-            entries: its entries. Each names its measurement by the uid, stored here or among `measurements`.
+            measurements: the other database's measurements. Some are in memory at a time, if this is no list.
+            entries: its entries; they are asked for after the measurements. Each names its measurement by the uid, stored here or among `measurements`.
             artifacts: facts of its machine code.
         """
+
+        kernels, keys = set[str](), set[tuple[str, ...]]()
+
+        def taken() -> Iterator[StoredMeasurement]:
+            for stored in measurements:
+                kernels.add(stored.kernel)
+                yield replace(stored, run_id=None)  # the numbers of another database's runs mean nothing here
 
         def take(session: Session) -> MergeResult:
             done: Counter[str] = Counter()
             put_artifacts(session, artifacts)
-            # The numbers of another database's runs mean nothing here.
-            added = put_measurements(session, [replace(stored, run_id=None) for stored in measurements])
-            done.update(measurements_added=added, measurements_kept=len(measurements) - added)
+            added, known = put_measurements(session, taken())
+            done.update(measurements_added=added, measurements_kept=known)
+            parents = Parents()
             for entry in sorted(entries, key=lambda each: each.key):
+                kernels.add(entry.kernel)
+                keys.add(entry.key)
                 elsewhere = entry.replace(measurement_id=None, run_id=None)
-                done["entries_" + put_entry(session, elsewhere, merging=True)] += 1
+                done["entries_" + put_entry(session, elsewhere, merging=True, parents=parents)] += 1
             return MergeResult(**dict(done))  # type: ignore[arg-type]  # what is counted are counts
 
-        done = self.write(take, *{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
+        done = self.write(take)
+        self.show(*kernels)
         if not done.entries_kept and not done.entries_replaced:
             return done
-        merged = {entry.key for entry in entries}
-        served = [each for each in self.entries(provenance="measured") if each.key in merged and each.measurement]
-        return replace(done, contradictions=tuple(contradictions(served, self._comparable)))
-
-    def _comparable(self, entry: Entry) -> list[StoredMeasurement]:
-        """What is measured of an entry's problem on its device and in its regime."""
-        return self.measurements(entry.problem, entry.arch, entry.device_name, entry.regime)
+        served = [each for each in self.entries(provenance="measured") if each.key in keys and each.measurement]
+        with self.reading(*DAMAGE) as session:
+            found = contradictions(served, Comparable(session).measurements)
+            return replace(done, contradictions=tuple(found))

@@ -1,4 +1,4 @@
-"""Comparisons of builds and measurements, for reports."""
+"""Comparisons of builds and measurements, for reports and imports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.measure.runner import Measurement
 from tiledsched.store.codec import encode
-from tiledsched.store.records import BuildRecord, StoredMeasurement
+from tiledsched.store.models import DeviceRow, MeasurementRow
+from tiledsched.store.reading import UNDISTURBED, WithoutSamples
+from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 
 ProgramKey = tuple[str, object]
 """(fingerprint, grids): two programs for one problem and device differ where these differ."""
@@ -141,6 +146,36 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
             )
         )
     return sorted(compared, key=lambda one: (one.device_name, one.problem, one.accum_mode))
+
+
+class Comparable:
+    """Finds, for one entry after another, the measurements that may contradict it, without their samples.
+
+    They are those of the entry's own schedule, and all of each schedule that was surely faster at least once.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._readers: dict[tuple[str, str], WithoutSamples] = {}
+
+    def measurements(self, entry: Entry) -> list[StoredMeasurement]:
+        """The measurements that may contradict an entry, which is measured, on its device and in its regime."""
+        if not entry.problem.known or entry.measurement is None:
+            return []
+        if (entry.kernel, entry.arch) not in self._readers:
+            reader = WithoutSamples(self._session, entry.arch, entry.problem.declaration)
+            self._readers[entry.kernel, entry.arch] = reader
+        reader, row = self._readers[entry.kernel, entry.arch], MeasurementRow
+        alike = [
+            row.problem_id.in_(reader.problems.get(entry.problem, ((), 0))[0]),
+            row.device_id.in_(select(DeviceRow.id).where(DeviceRow.name == entry.device_name)),
+            row.regime == entry.regime,
+            UNDISTURBED,
+        ]
+        faster = select(row.schedule_id).where(*alike, row.ci_high_us < entry.measurement.ci_low_us)
+        own = row.schedule_id == entry.schedule.id
+        ids = self._session.scalars(select(row.id).where(*alike, row.schedule_id.in_(faster) | own)).all()
+        return reader.read(self._session, entry.problem, ids)
 
 
 def program_key(fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:
