@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import JSON, delete, select, type_coerce, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
@@ -19,15 +19,13 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
-from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
-from tiledsched.store.database import DAMAGE, Database
+from tiledsched.store.database import Database
 from tiledsched.store.evidence import contradictions, standing
 from tiledsched.store.models import (
-    ArtifactRow,
     BuildRow,
     DeviceRow,
     EntryRow,
@@ -35,7 +33,6 @@ from tiledsched.store.models import (
     MeasurementRow,
     ProblemRow,
     RunRow,
-    ToolchainRow,
     of_name,
 )
 from tiledsched.store.queries import Comparable
@@ -43,16 +40,9 @@ from tiledsched.store.reading import (
     UNDISTURBED,
     Choose,
     WithoutSamples,
-    build_of,
-    entry_of,
     ids_of,
     matching,
-    measurement_of,
     of_known_kernels,
-    read_failure,
-    select_builds,
-    select_entries,
-    select_failures,
     select_landscapes,
     select_latest,
     select_measurements,
@@ -68,9 +58,10 @@ from tiledsched.store.records import (
     MergeResult,
     StoredMeasurement,
     Toolchain,
-    record_of,
 )
-from tiledsched.store.spills import DOES_NOT_BUILD, OF_THE_PROGRAM, Spills
+from tiledsched.store.rows import AT_ONCE, artifact_of, quoted, where
+from tiledsched.store.spills import Spills
+from tiledsched.store.spills import stored as stored_spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
 
 
@@ -105,15 +96,9 @@ class TuningDB(Database):
         self, kernel: str, source_hash: str, toolchain: Toolchain, arch: str
     ) -> dict[tuple[str, str], BuildRecord]:
         """Every build of one source of a kernel by one toolchain for `arch`, by (schedule id, problem class id)."""
-        wanted = select_builds().where(
-            BuildRow.kernel == kernel,
-            BuildRow.source_hash == source_hash,
-            BuildRow.toolchain_id == toolchain.id,
-            BuildRow.arch == arch,
-        )
-        with self.reading(*DAMAGE) as session:
-            builds = [build_of(*row, toolchain=toolchain) for row in session.execute(wanted)]
-            return {build.key: build for build in builds}
+        words = {"kernel": kernel, "source_hash": source_hash, "toolchain_id": toolchain.id, "arch": arch}
+        with self.rows() as (_, rows):
+            return {build.key: build for build in rows.builds(words, where(words))}
 
     def spills(
         self, compiler: str, *, kernel: str | None = None, source_hash: str | None = None, arch: str | None = None
@@ -121,31 +106,16 @@ class TuningDB(Database):
         """The programs that spill registers or did not build under a compiler's version, and that match all other arguments that
         are not None. Of a program that several toolchains of that version built, the newest build counts.
         """
-        spill_bytes = type_coerce(ArtifactRow.facts, JSON)["spill_bytes"].as_integer()
-        wanted = (
-            select(BuildRow.schedule_id, BuildRow.problem_class_id, spill_bytes)
-            .join(ToolchainRow, ToolchainRow.id == BuildRow.toolchain_id)
-            .outerjoin(
-                ArtifactRow, (ArtifactRow.arch == BuildRow.arch) & (ArtifactRow.fingerprint == BuildRow.fingerprint)
-            )
-            .where(
-                *matching({BuildRow.kernel: kernel, BuildRow.source_hash: source_hash, BuildRow.arch: arch}),
-                ToolchainRow.tileiras == compiler,
-                (spill_bytes > MAX_SPILL_BYTES) | BuildRow.failure_kind.in_(OF_THE_PROGRAM),
-            )
-            .order_by(BuildRow.created_at, BuildRow.id)
-        )
-        found: dict[str, dict[str, int]] = {}
-        with self.reading(*DAMAGE) as session:
-            for schedule, problem_class, spilled in session.execute(wanted):
-                found.setdefault(schedule, {})[problem_class] = DOES_NOT_BUILD if spilled is None else spilled
-        return found
+        of = {"kernel": kernel, "source_hash": source_hash, "arch": arch}
+        with self.rows() as (_, rows):
+            return stored_spills(rows, compiler, {name: value for name, value in of.items() if value is not None})
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""
-        with self.reading(*DAMAGE) as session:
-            rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch})))
-            return {(row.arch, row.fingerprint): record_of(ArtifactRecord, row) for row in rows}
+        words = {} if arch is None else {"arch": arch}
+        with self.rows() as (_, rows):
+            made = rows.make("artifacts", rows.read("artifacts", words, where(words)), artifact_of)
+            return {(each.arch, each.fingerprint): each for each in made}
 
     # Runs
 
@@ -251,19 +221,28 @@ class TuningDB(Database):
             wanted.append(UNDISTURBED)
         if served:
             wanted.append(MeasurementRow.id.in_(select(EntryRow.measurement_id)))
-        with self.reading(*DAMAGE) as session:
+        with self.rows() as (session, rows):
             if problem:
-                wanted.append(MeasurementRow.problem_id.in_(ids_of(session, problem)))
+                wanted.append(MeasurementRow.problem_id.in_(ids_of(rows, session, problem)))
             if not disturbed:
                 wanted.append(of_known_kernels(session, wanted, of))
-            if latest:
-                wanted = [MeasurementRow.id.in_(select_latest(wanted))]
-            return [measurement_of(*row) for row in session.execute(select_measurements().where(*wanted))]
+            known = 0
+            while True:
+                chosen = [MeasurementRow.id.in_(select_latest(wanted))] if latest else wanted
+                found = list(rows.measurements(session.execute(select_measurements().where(*chosen))))
+                damaged = [
+                    int(number) for table, number in rows.skipped if table == "measurements" and number.isdigit()
+                ]
+                if not latest or not damaged or len(damaged) == known:
+                    return found
+                known = len(damaged)  # before each of these there may be one that is not damaged
+                wanted.append(MeasurementRow.id.not_in(damaged))
 
     def measured_problems(self, arch: str, kernel: KernelClass) -> dict[Problem, int]:
         """The problems of a kernel that were measured on an arch, with at least as many measurements as count of each."""
-        with self.reading(*DAMAGE) as session:
-            return {problem: count for problem, (_, count) in WithoutSamples(session, arch, kernel).problems.items()}
+        with self.rows() as (session, rows):
+            found = WithoutSamples(rows, session, arch, kernel).problems
+            return {problem: count for problem, (_, count) in found.items()}
 
     def measurements_by_problem(
         self, arch: str, kernel: KernelClass, choose: Choose | None = None, *, above: int = 0
@@ -277,21 +256,23 @@ class TuningDB(Database):
             choose: which measurements are read of a problem with more than `above` of them; None for all.
             above: up to so many are all read.
         """
-        with self.reading(*DAMAGE) as session:
-            reader = WithoutSamples(session, arch, kernel)
+        with self.rows() as (session, rows):
+            reader = WithoutSamples(rows, session, arch, kernel)
         for problem, (_, size) in reader.problems.items():
-            with self.reading(*DAMAGE) as session:
+            with self.rows() as (session, rows):
+                reader.rows.run = rows.run
                 ids = choose(problem, reader.plain_rows(session, problem)) if choose and size > above else None
                 found = reader.read(session, problem, ids)
             if found:
                 yield problem, found
+        reader.rows.warn()
 
     def every_measurement(self) -> Iterator[StoredMeasurement]:
         """All measurements, also those that decide nothing, in the order of their numbers. Few are in memory at a time."""
         wanted = select_measurements().order_by(None).order_by(MeasurementRow.id)
-        with self.reading(*DAMAGE) as session:
-            for row in session.execute(wanted, execution_options={"yield_per": 500}):
-                yield measurement_of(*row)
+        with self.rows() as (session, rows):
+            for some in session.connection().execute(wanted, execution_options={"yield_per": AT_ONCE}).partitions():
+                yield from rows.measurements(some)
 
     def landscape(self, problem: Problem, device_name: str, regime: str) -> list[StoredMeasurement]:
         """The newest measurement of every candidate of one problem on one device, the fastest first."""
@@ -301,20 +282,23 @@ class TuningDB(Database):
     def landscapes(self, arch: str | None = None, kernel: str | None = None) -> list[LandscapeSummary]:
         """How much is measured, for each problem, device and regime."""
         wanted = [UNDISTURBED, *matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})]
-        with self.reading(*DAMAGE) as session:
+        with self.rows() as (session, rows):
             wanted.append(of_known_kernels(session, wanted))
-            found = [
+            found = session.execute(select_landscapes().where(*wanted)).all()
+            problems = rows.parents("problems", (row[0] for row in found))
+            lines = [
                 LandscapeSummary(
-                    problem=problem.problem,
+                    problem=problems[number],
                     device_name=name,
                     arch=arch,
                     regime=regime,
                     distinct_programs=programs,
                     measurements=count,
                 )
-                for problem, name, arch, regime, programs, count in session.execute(select_landscapes().where(*wanted))
+                for number, name, arch, regime, programs, count in found
+                if number in problems and all(isinstance(each, str) for each in (name, arch, regime))
             ]
-            return sorted(found, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
+            return sorted(lines, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
 
     # Failures
 
@@ -364,22 +348,12 @@ class TuningDB(Database):
         run_id: int | None = None,
     ) -> list[FailureRecord]:
         """The failures that match all arguments that are not None, the newest first."""
-        wanted = matching({FailureRow.arch: arch, FailureRow.stage: stage, FailureRow.run_id: run_id})
-        with self.reading(*DAMAGE) as session:
-            if problem:
-                wanted.append(FailureRow.problem_id.in_(ids_of(session, problem)))
-            return [
-                record_of(
-                    FailureRecord,
-                    row,
-                    problem=of.problem if of else None,
-                    schedule=schedule.knobs,
-                    fingerprint=row.fingerprint or "",
-                    device_name=device or "",
-                    failure=read_failure(row.kind, row.message),
-                )
-                for row, schedule, of, device in session.execute(select_failures().where(*wanted))
-            ]
+        given = {"arch": arch, "stage": stage, "run_id": run_id}
+        words = {name: value for name, value in given.items() if value is not None}
+        with self.rows() as (session, rows):
+            ids = ids_of(rows, session, problem) if problem else []
+            some = [f"r.problem_id IN ({quoted(ids)})"] if problem else []
+            return list(rows.failures(words, f"{where(words, *some)} ORDER BY r.id DESC"))
 
     def forget_failures(self, arch: str | None = None, kernel: str | None = None, kind: str | None = None) -> int:
         """Delete the failures of builds and measurements that match all arguments that are not None, and return how many.
@@ -437,14 +411,14 @@ class TuningDB(Database):
             "provenance": provenance,
         }
         wanted = {name: value for name, value in given.items() if value is not None}
-        with self.reading(*DAMAGE) as session:
-            ids = [{"problem_id": each} for each in ids_of(session, problem)] if problem else [{}]
+        with self.rows() as (session, rows):
+            some = [f"r.problem_id IN ({quoted(ids_of(rows, session, problem))})"] if problem else []
             if kernel is not None and kernel not in SHIPPED:  # kernels of its name in other files
-                names = session.scalars(select(EntryRow.kernel).where(of_name(kernel)).distinct()).all()
-                ids = [{**each, "kernel": name} for each in ids for name in names]
-            rows = (row for each in ids for row in session.execute(select_entries(*(wanted | each)), wanted | each))
+                names = session.scalars(select(EntryRow.kernel).where(of_name(kernel)).distinct())
+                some.append(f"r.kernel IN ({quoted(each for each in names if isinstance(each, str))})")
+                del wanted["kernel"]
             found: dict[tuple[Any, ...], Entry] = {}
-            for entry in (entry_of(*row) for row in rows):
+            for entry in rows.entries(wanted, where(wanted, *some)):
                 if entry.key in found:  # their problems had two names once
                     entry = min(found[entry.key], entry, key=standing)
                 found[entry.key] = entry
@@ -464,7 +438,8 @@ class TuningDB(Database):
 
         Args:
             measurements: the other database's measurements. Some are in memory at a time, if this is no list.
-            entries: its entries; they are asked for after the measurements. Each names its measurement by the uid, stored here or among `measurements`.
+            entries: its entries, read after the measurements. Each names its measurement by the uid, stored here or
+                among `measurements`.
             artifacts: facts of its machine code.
         """
 
@@ -493,6 +468,6 @@ class TuningDB(Database):
         if not done.entries_kept and not done.entries_replaced:
             return done
         served = [each for each in self.entries(provenance="measured") if each.key in keys and each.measurement]
-        with self.reading(*DAMAGE) as session:
-            found = contradictions(served, Comparable(session).measurements)
+        with self.rows() as (session, rows):
+            found = contradictions(served, Comparable(rows, session).measurements)
             return replace(done, contradictions=tuple(found))

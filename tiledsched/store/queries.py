@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from sqlalchemy import Text, cast, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.core.sources import DIGITS
 from tiledsched.measure.runner import Conditions, Measurement
-from tiledsched.store.codec import REMEMBERED, decode, encode
+from tiledsched.store.codec import REMEMBERED, encode
 from tiledsched.store.evidence import may_be_of
-from tiledsched.store.models import DeviceRow, MeasurementRow, ProblemRow, ScheduleRow, ToolchainRow
-from tiledsched.store.reading import UNDISTURBED, Circumstances, WithoutSamples, matching
+from tiledsched.store.models import DeviceRow, MeasurementRow, ProblemRow
+from tiledsched.store.reading import UNDISTURBED, Circumstances, WithoutSamples, columns_of, matching
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
+from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, Rows, in_utc, read_json
 
-AT_ONCE = 500
-"""Rows or ids that are read at once."""
+UNTIMED = ("samples_us", "accuracy", "arch")
+"""Columns of measurements that say nothing of a time."""
 ProgramKey = tuple[str, object]
 """(fingerprint, grids): two programs for one problem and device differ where these differ."""
 
@@ -175,86 +174,79 @@ class TimedRows:
     """Reads the times of many problems, some problems at a time.
 
     Args:
+        rows: reads the rows.
         session: an open session.
         kernel: the only kernel; empty for all.
         arch: the only arch; empty for all.
         regime: burst or sustained; empty for both.
     """
 
-    def __init__(self, session: Session, kernel: str, arch: str, regime: str) -> None:
-        row, wanted = MeasurementRow, {ProblemRow.kernel: kernel or None}
-        self.devices = {each.id: each.device for each in session.scalars(select(DeviceRow).where(*matching({DeviceRow.arch: arch or None})))}
-        self._session = session
-        self._wanted = [row.device_id.in_(self.devices), *matching({row.regime: regime or None})]
-        self._toolchains = {each.id: each.toolchain for each in session.scalars(select(ToolchainRow))}
-        self._schedules: dict[str, Schedule] = {}
+    def __init__(self, rows: Rows, session: Session, kernel: str, arch: str, regime: str) -> None:
+        row = MeasurementRow
+        self._rows, self._session = rows, session
+        self._wanted = matching({row.arch: arch or None, row.kernel: kernel or None, row.regime: regime or None})
         self._shared = lru_cache(maxsize=REMEMBERED)(self._circumstances)
-        self._mine = cache(self._is_of_known_kernel)
-        # An index has the answer to this.
-        counted = select(row.problem_id, func.count()).where(*self._wanted).group_by(row.problem_id)
+        self._mine = cache(_is_of_known_kernel)
+        # An index has the answer to this; whether they are wanted is only in the rows.
+        counted = select(row.problem_id, func.count()).group_by(row.problem_id)
         counts = {found[0]: found[1] for found in session.execute(counted)}
-        self.problems: dict[str, Problem] = {}
-        """The problems that are measured, by their ids of today."""
-        self.counts: Counter[str] = Counter()
-        """The number of measurements of each, those included that decide nothing."""
-        self._stored: dict[str, str] = {}
-        for each in session.scalars(select(ProblemRow).where(*matching(wanted))):
-            if each.id in counts:
-                self.problems[each.problem.id] = each.problem
-                self.counts[each.problem.id] += counts[each.id]
-                self._stored[each.id] = each.problem.id
+        of_kernel = matching({ProblemRow.kernel: kernel or None})
+        stored = [each for each in session.scalars(select(ProblemRow.id).where(*of_kernel)) if each in counts]
+        known = rows.parents("problems", stored)
+        self.problems: dict[Problem, list[str]] = defaultdict(list)
+        """The problems that are measured, and the ids under which each is stored."""
+        self.counts: Counter[Problem] = Counter()
+        """At least the number of measurements of each."""
+        for number in stored:
+            if number in known:
+                self.problems[known[number]].append(number)
+                self.counts[known[number]] += counts[number]
 
-    def read(self, problems: Collection[str]) -> dict[str, list[TimedRow]]:
-        """The measurements of some problems, by the problem's id of today, the newest first. Those that were disturbed are left
-        out, and those of other kernels of the same name.
+    def read(self, problems: Iterable[Problem]) -> dict[Problem, list[TimedRow]]:
+        """The measurements of some problems, the newest first. Those that were disturbed are left out, and those of other kernels
+        of the same name.
         """
-        found: dict[str, list[TimedRow]] = defaultdict(list)
-        stored = [number for number, today in self._stored.items() if today in problems]
-        for start in range(0, len(stored), AT_ONCE):
-            for row in self._rows(stored[start : start + AT_ONCE]):
-                problem, kernel, source, schedule, fingerprint, *timing, samples, uid, created, run = row[:12]
-                shared = self._shared(*row[12:], source)
-                if not shared.conditions.concurrent_pids and (len(source) != 2 * DIGITS or self._mine(kernel, source)):
-                    if {*map(type, timing)} != {float}:
-                        timing = _times(timing)
-                    found[self._stored[problem]].append(
-                        TimedRow(self._schedules[schedule], shared, fingerprint, tuple(timing), samples, uid, created, run)
-                    )
+        found: dict[Problem, list[TimedRow]] = defaultdict(list)
+        ids = [number for problem in problems for number in self.problems.get(problem, ())]
+        query = select(*columns_of(MeasurementRow, *UNTIMED))
+        for start in range(0, len(ids), AT_ONCE):
+            wanted = query.where(MeasurementRow.problem_id.in_(ids[start : start + AT_ONCE]), *self._wanted)
+            # The connection itself gives rows in half of the time that the session takes.
+            result = self._session.connection().execute(wanted, execution_options={"yield_per": AT_ONCE})
+            for some in result.partitions():
+                typed = list(self._rows.typed("measurements", some, *UNTIMED))
+                for table, column in MEASURED_WITH.items():
+                    self._rows.parents(table, {getattr(each, column) for each in typed})
+                for problem, timed in self._rows.make("measurements", typed, self._made):
+                    if timed is not None:
+                        found[problem].append(timed)
         for rows in found.values():
             rows.sort(key=lambda each: (each.created_at, each.uid), reverse=True)
         return found
 
-    def _rows(self, ids: list[str]) -> Iterator[Any]:
-        row = MeasurementRow
-        timed = row.median_us, row.ci_low_us, row.ci_high_us, row.sample_count, row.uid, row.created_at, row.run_id
-        shared = cast(row.conditions, Text), row.device_id, row.toolchain_id, row.runner, row.regime
-        query = select(row.problem_id, row.kernel, row.source_hash, row.schedule_id, row.fingerprint, *timed, *shared)
-        wanted = query.where(row.problem_id.in_(ids), *self._wanted)
-        # The connection itself gives rows in half of the time that the session takes.
-        result = self._session.connection().execute(wanted, execution_options={"yield_per": AT_ONCE})
-        for some in result.partitions():
-            new = list({found.schedule_id for found in some} - self._schedules.keys())
-            schedules = self._session.scalars(select(ScheduleRow).where(ScheduleRow.id.in_(new))) if new else ()
-            self._schedules |= {each.id: each.knobs for each in schedules}
-            yield from some
+    def _made(self, row: Any) -> tuple[Problem, TimedRow | None]:
+        problem = self._rows.parents("problems", ())[row.problem_id]
+        shared = self._shared(row.conditions, row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime)
+        if shared.conditions.concurrent_pids or not self._mine(row.kernel, row.source_hash):
+            return problem, None
+        schedule = self._rows.parents("schedules", ())[row.schedule_id]
+        timing = row.median_us, row.ci_low_us, row.ci_high_us
+        return problem, TimedRow(
+            schedule, shared, row.fingerprint, timing, row.sample_count, row.uid, in_utc(row.created_at), row.run_id
+        )
 
-    def _circumstances(self, conditions: str, device: str, toolchain: str, runner: str, regime: str, source: str) -> Circumstances:
-        found = decode(Conditions, json.loads(conditions), "conditions")
-        return Circumstances(found, self.devices[device], self._toolchains[toolchain], source, runner, regime)
-
-    def _is_of_known_kernel(self, kernel: str, source_hash: str) -> bool:
-        try:
-            return may_be_of(source_hash, kernel_named(kernel))
-        except ConfigError:  # nobody here can tell
-            return True
+    def _circumstances(self, conditions: str, device_id: str, toolchain_id: str, *others: str) -> Circumstances:
+        device, toolchain = self._rows.parents("devices", ()), self._rows.parents("toolchains", ())
+        found = read_json(Conditions, conditions, "conditions")
+        return Circumstances(found, device[device_id], toolchain[toolchain_id], *others)
 
 
-def _times(values: Iterable[object]) -> list[float]:
-    """Times as numbers: SQLite takes anything in any column."""
-    found = [float(us) for us in values if type(us) in (float, int)]  # type: ignore[arg-type]
-    if len(found) < 3:
-        raise TypeError(f"times are {values!r}")
-    return found
+def _is_of_known_kernel(kernel: str, source_hash: str) -> bool:
+    """Whether evidence may be of the kernel of this name that is known here, and not of another one of its name."""
+    try:
+        return may_be_of(source_hash, kernel_named(kernel))
+    except ConfigError:  # nobody here can tell
+        return True
 
 
 class Comparable:
@@ -263,8 +255,8 @@ class Comparable:
     They are those of the entry's own schedule, and all of each schedule that was surely faster at least once.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, rows: Rows, session: Session) -> None:
+        self._rows, self._session = rows, session
         self._readers: dict[tuple[str, str], WithoutSamples] = {}
 
     def measurements(self, entry: Entry) -> list[StoredMeasurement]:
@@ -272,7 +264,7 @@ class Comparable:
         if not entry.problem.known or entry.measurement is None:
             return []
         if (entry.kernel, entry.arch) not in self._readers:
-            reader = WithoutSamples(self._session, entry.arch, entry.problem.declaration)
+            reader = WithoutSamples(self._rows, self._session, entry.arch, entry.problem.declaration)
             self._readers[entry.kernel, entry.arch] = reader
         reader, row = self._readers[entry.kernel, entry.arch], MeasurementRow
         alike = [

@@ -25,7 +25,6 @@ from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import standing
 from tiledsched.store.models import (
-    NAMESAKE,
     ArtifactRow,
     Base,
     BuildRow,
@@ -36,8 +35,9 @@ from tiledsched.store.models import (
     ScheduleRow,
     ToolchainRow,
 )
-from tiledsched.store.reading import entry_of, measurement_of, select_entries, select_measurements
+from tiledsched.store.reading import rows_of, select_measurements
 from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, Entry, StoredMeasurement, Toolchain
+from tiledsched.store.rows import NAMESAKE, where
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
 ENTRY_KEY = ("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", "compiler")
@@ -257,8 +257,9 @@ def put_entry(session: Session, record: Entry, *, merging: bool, parents: Parent
     row = keyed
     same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
     if merging:
-        there = entry_of(*session.execute(_select_there(), {name: row[name] for name in ENTRY_KEY}).one())
-        keep = standing(there) <= standing(record)
+        words = {name: row[name] for name in ENTRY_KEY}
+        there = rows_of(session, "").entries(words, where(words))  # which `_keyed` locked; none where it is damaged
+        keep = bool(there) and standing(there[0]) <= standing(record)
     else:
         columns = (EntryRow.provenance, EntryRow.source_hash, EntryRow.measurement_id)
         found = session.execute(select(*columns).where(*same).with_for_update()).one()
@@ -269,12 +270,6 @@ def put_entry(session: Session, record: Entry, *, merging: bool, parents: Parent
         return "kept"
     session.execute(update(EntryRow).where(*same).values(row))
     return "replaced"
-
-
-@cache
-def _select_there() -> Any:
-    """Selects the entry with a key, and locks it."""
-    return select_entries(*ENTRY_KEY).with_for_update(of=EntryRow)
 
 
 def _keyed(session: Session, row: dict[str, Any]) -> dict[str, Any] | None:
@@ -303,8 +298,11 @@ def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:
     """Whether the clock was held down during the measurement of number `new`, and not during that of number `old`."""
     if new is None or old is None:
         return False
-    both = [session.execute(select_measurements().where(MeasurementRow.id == number)).one() for number in (new, old)]
-    taken = [measurement_of(*rows).measurement for rows in both]
+    found = session.execute(select_measurements().where(MeasurementRow.id.in_((new, old))))
+    by_id = {stored.id: stored.measurement for stored in rows_of(session, "").measurements(found)}
+    if by_id.keys() != {new, old}:  # one is damaged
+        return False
+    taken = [by_id[new], by_id[old]]
     seen_mhz = max(each.conditions.sm_clock_mhz for each in taken)
     slow, before = (bool(describe_throttling(each.conditions, each.device, each.regime, seen_mhz)) for each in taken)
     return slow and not before
