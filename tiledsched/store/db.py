@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ from tiledsched.store.models import (
     RunRow,
     of_name,
 )
-from tiledsched.store.queries import Comparable
+from tiledsched.store.queries import Comparable, TimedRows
 from tiledsched.store.reading import (
     UNDISTURBED,
     Choose,
@@ -266,6 +267,12 @@ class TuningDB(Database):
             if found:
                 yield problem, found
         reader.rows.warn()
+
+    @contextmanager
+    def timed_rows(self, kernel: str = "", arch: str = "", regime: str = "") -> Iterator[TimedRows]:
+        """A reader of the times of many problems, some at a time; an empty argument matches everything."""
+        with self.rows() as (session, rows):
+            yield TimedRows(rows, session, kernel, arch, regime)
 
     def every_measurement(self) -> Iterator[StoredMeasurement]:
         """All measurements, also those that decide nothing, in the order of their numbers. Few are in memory at a time."""

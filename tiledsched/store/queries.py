@@ -157,17 +157,50 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
 
 
 class TimedRow(NamedTuple):
-    """What a measurement says of the time of a program, without its samples."""
+    """What a measurement says of the time of a program, of whose problem everybody knows."""
 
     schedule: Schedule
+    """How it is launched."""
     shared: Circumstances
+    """Where and how it was timed."""
     fingerprint: str
+    """Fingerprint of the machine code."""
     timing: tuple[float, float, float]
     """Median and both ends of its 95% interval, in microseconds."""
     samples: int
+    """Timed launches."""
     uid: str
+    """Name of the measurement, the same in every database."""
     created_at: datetime
-    run_id: int | None
+    """UTC."""
+    run_id: int | None = None
+    """The run that took it; None when imported."""
+
+    # What `tiledsched.store.evidence` asks a stored measurement for, of measurements of one problem.
+    measurement = property(lambda self: self)
+    samples_us = property(lambda self: range(self.samples))
+    problem = property(lambda self: None)
+    device = property(lambda self: self.shared.device)
+    regime = property(lambda self: self.shared.regime)
+    conditions = property(lambda self: self.shared.conditions)
+    toolchain = property(lambda self: self.shared.toolchain)
+
+    @classmethod
+    def of(cls, stored: StoredMeasurement) -> TimedRow:
+        """What a whole measurement says."""
+        own = stored.measurement
+        shared = Circumstances(own.conditions, own.device, stored.toolchain, stored.source_hash, own.runner, own.regime)
+        timing = own.median_us, own.ci_low_us, own.ci_high_us
+        return cls(
+            own.schedule,
+            shared,
+            own.fingerprint,
+            timing,
+            len(own.samples_us),
+            stored.uid,
+            stored.created_at,
+            stored.run_id,
+        )
 
 
 class TimedRows:
@@ -223,6 +256,21 @@ class TimedRows:
         for rows in found.values():
             rows.sort(key=lambda each: (each.created_at, each.uid), reverse=True)
         return found
+
+    def devices(self) -> list[str]:
+        """The names of the GPUs on which anything was measured."""
+        measured = DeviceRow.id.in_(select(MeasurementRow.device_id))
+        return list(self._session.scalars(select(DeviceRow.name).where(measured)))
+
+    def last_run_began(self) -> datetime | None:
+        """When the first measurement was taken of the run that took the newest; None where no run took any."""
+        row = MeasurementRow
+        wanted = [row.run_id.is_not(None), *self._wanted]
+        newest = select(row.run_id).where(*wanted).order_by(row.created_at.desc(), row.run_id.desc()).limit(1)
+        number = self._session.scalar(newest)
+        return number and self._session.scalar(
+            select(func.min(row.created_at)).where(row.run_id == number, *self._wanted)
+        )
 
     def _made(self, row: Any) -> tuple[Problem, TimedRow | None]:
         problem = self._rows.parents("problems", ())[row.problem_id]
