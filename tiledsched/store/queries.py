@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+import sqlalchemy as sa
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
@@ -20,7 +21,7 @@ from tiledsched.measure.runner import Conditions, Measurement
 from tiledsched.store.codec import REMEMBERED, encode
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import DeviceRow, MeasurementRow, ProblemRow
-from tiledsched.store.reading import UNDISTURBED, Circumstances, WithoutSamples, columns_of, matching
+from tiledsched.store.reading import UNDISTURBED, Circumstances, WithoutSamples, columns_of, matching, plain_texts
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, Rows, in_utc, read_json
 
@@ -217,6 +218,7 @@ class TimedRows:
     def __init__(self, rows: Rows, session: Session, kernel: str, arch: str, regime: str) -> None:
         row = MeasurementRow
         self._rows, self._session = rows, session
+        self._parents = {table: rows.parents(table, ()) for table in MEASURED_WITH}
         self._wanted = matching({row.arch: arch or None, row.kernel: kernel or None, row.regime: regime or None})
         self._shared = lru_cache(maxsize=REMEMBERED)(self._circumstances)
         self._mine = cache(_is_of_known_kernel)
@@ -239,8 +241,15 @@ class TimedRows:
         """The measurements of some problems, the newest first. Those that were disturbed are left out, and those of other kernels
         of the same name.
         """
-        found: dict[Problem, list[TimedRow]] = defaultdict(list)
         ids = [number for problem in problems for number in self.problems.get(problem, ())]
+        try:
+            with plain_texts(self._session):
+                return self._read(ids)
+        except sa.exc.OperationalError:  # a text that is none
+            return self._read(ids)
+
+    def _read(self, ids: list[str]) -> dict[Problem, list[TimedRow]]:
+        found: dict[Problem, list[TimedRow]] = defaultdict(list)
         query = select(*columns_of(MeasurementRow, *UNTIMED))
         for start in range(0, len(ids), AT_ONCE):
             wanted = query.where(MeasurementRow.problem_id.in_(ids[start : start + AT_ONCE]), *self._wanted)
@@ -273,20 +282,19 @@ class TimedRows:
         )
 
     def _made(self, row: Any) -> tuple[Problem, TimedRow | None]:
-        problem = self._rows.parents("problems", ())[row.problem_id]
+        problem = self._parents["problems"][row.problem_id]
         shared = self._shared(row.conditions, row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime)
         if shared.conditions.concurrent_pids or not self._mine(row.kernel, row.source_hash):
             return problem, None
-        schedule = self._rows.parents("schedules", ())[row.schedule_id]
+        schedule = self._parents["schedules"][row.schedule_id]
         timing = row.median_us, row.ci_low_us, row.ci_high_us
         return problem, TimedRow(
             schedule, shared, row.fingerprint, timing, row.sample_count, row.uid, in_utc(row.created_at), row.run_id
         )
 
     def _circumstances(self, conditions: str, device_id: str, toolchain_id: str, *others: str) -> Circumstances:
-        device, toolchain = self._rows.parents("devices", ()), self._rows.parents("toolchains", ())
-        found = read_json(Conditions, conditions, "conditions")
-        return Circumstances(found, device[device_id], toolchain[toolchain_id], *others)
+        device, toolchain = self._parents["devices"][device_id], self._parents["toolchains"][toolchain_id]
+        return Circumstances(read_json(Conditions, conditions, "conditions"), device, toolchain, *others)
 
 
 def _is_of_known_kernel(kernel: str, source_hash: str) -> bool:
