@@ -7,10 +7,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.toolchain import Toolchain
@@ -21,9 +19,9 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.remember.description import MARK, Call, Grid
-from tiledsched.store.limit import READ_TIMEOUT_S, Limit
-from tiledsched.store.location import database_exists, database_file, location, site_location
-from tiledsched.store.rows import DAMAGE, Rows, read_json, text_or_bytes
+from tiledsched.store.direct import reading
+from tiledsched.store.location import database_exists, location, site_location
+from tiledsched.store.rows import DAMAGE, read_json
 
 if TYPE_CHECKING:
     from tiledsched.store.records import BuildRecord, Entry
@@ -52,9 +50,6 @@ FAILED = f"""
 SERVED = """
 WHERE r.problem_id = :problem AND r.kernel = :kernel AND r.arch = :arch AND r.device_name = :device
 AND r.compiler = :compiler AND r.regime = 'burst' AND r.provenance = 'measured'
-"""
-PLACES = """
-SELECT DISTINCT e.arch, e.device_name FROM entries e WHERE e.kernel = :kernel AND e.provenance = 'measured'
 """
 
 
@@ -157,14 +152,13 @@ class AnswerStore:
     def _read_database(self, url: str | None) -> Answers:
         try:
             return self._read_rows(url) if database_exists(url) else Answers()
-        except (DatabaseError, sqlite3.Error, ValueError) as error:
+        except (DatabaseError, ValueError) as error:
             warn_once(f"the stored results of {location(url)} cannot be read: {error}; they are measured again")
             return Answers()
 
     def _read_rows(self, url: str | None) -> Answers:
         call = self._call
-        with _queries(url) as run:
-            rows = Rows(run, location(url))
+        with reading(url) as rows:
             stored = rows.read("problems", self._words, "WHERE r.kernel = :kernel ORDER BY r.id")
             problem = self._of_this_call(rows.make("problems", stored, _values_of))
             if problem is None:
@@ -205,7 +199,6 @@ class AnswerStore:
                 if same and not passing and (time is None or (failed.kind == WRONG and not time.checked)):
                     found.times.pop(schedule, None)
                     found.failures[schedule] = Failure(kind=failed.kind, message=failed.message)
-            rows.warn()
         for schedule in found.times.keys() - found.programs.keys():
             if not found.times[schedule].imported:  # launched with another grid
                 del found.times[schedule]
@@ -347,40 +340,15 @@ def stored_places(settings: Settings, call: Call) -> list[tuple[str, str]]:
     if not database_exists(settings.db):
         return []
     try:
-        with _queries(settings.db) as rows:
-            return sorted((arch, device) for arch, device in rows(PLACES, {"kernel": call.kernel}))
-    except (DatabaseError, sqlite3.Error):
+        with reading(settings.db) as rows:
+            found = rows.read(
+                "entries", {"kernel": call.kernel}, "WHERE r.kernel = :kernel AND r.provenance = 'measured'"
+            )
+            return sorted({(row.arch, row.device_name) for row in found})
+    except DatabaseError:
         return []
 
 
 def _values_of(row: Any) -> tuple[str, dict[str, Any]]:
     """The id of a stored problem, and its values."""
     return row.id, read_json(dict, row.dims, "dims")
-
-
-@contextlib.contextmanager
-def _queries(url: str | None) -> Iterator[Any]:
-    """A function that runs a query with named values on the database at `url`."""
-    path = database_file(url)
-    if not path:
-        from sqlalchemy import text
-
-        from tiledsched.store.db import TuningDB
-
-        with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db, db.reading() as session:
-
-            def run(query: str, words: Mapping[str, Any]) -> Any:
-                used = {word: value for word, value in words.items() if f":{word}" in query}
-                return session.execute(text(query), used).all()
-
-            yield run
-        return
-    file = Path(path).absolute()
-    sealed = not os.access(file.parent, os.W_OK) and not os.path.exists(f"{file}-wal")
-    options, limit = "immutable=1" if sealed else "mode=ro", Limit(READ_TIMEOUT_S)
-    with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?{options}", uri=True, timeout=5)) as connection:
-        connection.text_factory = text_or_bytes
-        limit.watch(connection)
-        limit.begin()
-        with limit.explaining():
-            yield lambda query, words: connection.execute(query, dict(words)).fetchall()

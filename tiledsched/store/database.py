@@ -206,7 +206,7 @@ class Database:
     def rows(self) -> Iterator[tuple[Session, Rows]]:
         """A session for queries and a reader of what they find. Where some rows are damaged, a warning says so at the end."""
         with self.reading(*DAMAGE) as session:
-            rows = rows_of(session, self.url)
+            rows = rows_of(session, self._url.database or self.url if self.url.startswith("sqlite") else self.url)
             yield session, rows
             rows.warn()
 

@@ -25,7 +25,7 @@ from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import Database
-from tiledsched.store.evidence import contradictions, standing
+from tiledsched.store.evidence import contradictions, distinct
 from tiledsched.store.models import (
     BuildRow,
     DeviceRow,
@@ -424,12 +424,7 @@ class TuningDB(Database):
                 names = session.scalars(select(EntryRow.kernel).where(of_name(kernel)).distinct())
                 some.append(f"r.kernel IN ({quoted(each for each in names if isinstance(each, str))})")
                 del wanted["kernel"]
-            found: dict[tuple[Any, ...], Entry] = {}
-            for entry in rows.entries(wanted, where(wanted, *some)):
-                if entry.key in found:  # their problems had two names once
-                    entry = min(found[entry.key], entry, key=standing)
-                found[entry.key] = entry
-            return sorted(found.values(), key=lambda each: (each.place, each.compiler))
+            return distinct(rows.entries(wanted, where(wanted, *some)))
 
     def merge(
         self,

@@ -24,13 +24,11 @@ from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.core.files import check_plain, kind_of_file
 from tiledsched.store.limit import READ_TIMEOUT_S, Limit
+from tiledsched.store.location import HEAD as HEAD
+from tiledsched.store.location import VERSION_TABLE as VERSION_TABLE
 from tiledsched.store.location import location
 from tiledsched.store.rows import text_or_bytes
 
-HEAD = "0001"
-"""Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
-that is up to date reads no migration."""
-VERSION_TABLE = "tiledsched_schema"
 UNRELEASED_TABLE = "tiledsched_alembic_version"
 """The version table of databases from before the first release."""
 BUSY_TIMEOUT_S = 60

@@ -68,7 +68,8 @@ def rows_of(session: Session, where: str, *, at_once: bool = True) -> Rows:
 
     def run(query: str, words: Mapping[str, Any]) -> Any:
         if words or options:
-            return session.connection().execute(text(query), words, execution_options=options)
+            used = {word: value for word, value in words.items() if f":{word}" in query}
+            return session.connection().execute(text(query), used, execution_options=options)
         return session.connection().exec_driver_sql(query)
 
     return Rows(run, where)

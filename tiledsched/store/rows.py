@@ -238,7 +238,7 @@ def row_type(table: str, *left_out: str) -> RowType:
         if getattr(arms[0], "__origin__", arms[0]) not in PLAIN:
             of_json[name] = arms[0]
             kind = str | None if NoneType in arms else str
-        if name in PATTERNS and table in RECORDS:
+        if name in PATTERNS and table in RECORDS and name != "kernel":  # a folder may be named as files may not
             patterns.append((len(fields), PATTERNS[name][0]))
         fields.append((name, kind))
     return RowType(NamedTuple(table, fields), of_json, patterns)
@@ -267,7 +267,7 @@ def read_new_json(kind: Any, text: str, name: str) -> Any:
     try:
         data = _FAST[kind](text) if kind in _FAST else msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
-        raise DatabaseError(f"{name} is {_shown(text)}: {error}") from error
+        raise DatabaseError(f"{name} {_shown(text)}: {error}") from error
     return data if kind in _FAST else decode(kind, data, name)
 
 
@@ -297,6 +297,8 @@ class Rows:
 
     def __init__(self, run: Run, where: str) -> None:
         self.run, self._where = run, where
+        self.layer = ""
+        """The layer of the entries that are read."""
         self.skipped: dict[tuple[str, str], str] = {}
         """Why a row was skipped, by its table and what tells it from others there."""
         self._parents: dict[str, dict[Any, Any]] = defaultdict(Known)
@@ -320,7 +322,7 @@ class Rows:
                 found = convert(tuple(row), kind)
                 for place, pattern in patterns:
                     if not _matches(pattern, found[place]):
-                        raise ValueError(f"{found._fields[place]}: {found[place]!r} is not allowed here")
+                        raise ValueError(f"is not allowed here - at `$[{place}]`")
             except ValueError as error:
                 self._skip(table, row, _explained(kind, row, str(error)))
                 continue
@@ -388,7 +390,7 @@ class Rows:
             rivals=rivals,
             toolchain=toolchain,
             updated_at=in_utc(row.updated_at),
-            layer="",
+            layer=self.layer,
         )
 
     def failures(self, words: Mapping[str, Any], rest: str) -> Iterator[FailureRecord]:
@@ -483,7 +485,7 @@ def _explained(kind: Any, row: Sequence[Any], message: str) -> str:
     """What is wrong with a value, of which msgspec says the place in its row."""
     what, _, place = message.partition(" - at `$[")
     number = int(place.rstrip("]`") or 0)
-    return f"{kind._fields[number]} is {_shown(row[number])}: {what[0].lower()}{what[1:]}"
+    return f"{kind._fields[number]} {_shown(row[number])}: {what[:1].lower()}{what[1:]}"
 
 
 MEASURED_WITH = {

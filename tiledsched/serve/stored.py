@@ -1,0 +1,188 @@
+"""What calls read of a database that holds more entries of a kernel than a call can wait for: those near a problem."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tiledsched.core.config import warn_once
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import SHIPPED
+from tiledsched.store.codec import check_values
+from tiledsched.store.direct import reading
+from tiledsched.store.evidence import distinct
+from tiledsched.store.records import Entry
+from tiledsched.store.rows import NAMESAKE, Rows, quoted, read_new_json
+from tiledsched.store.spills import Spills, joined, stored
+
+MANY = 1000
+"""Entries of a kernel up to which all of them are read. No more ship for any kernel and arch."""
+NEAREST = 32
+"""Problems whose entries are read, of which the kernel's own distance chooses: twice as many as it transfers from."""
+
+
+class Clock(msgspec.Struct):
+    """The part of a measurement's conditions that tells whether the clocks of others were held down."""
+
+    sm_clock_mhz: int = 0
+
+
+class StoredEntries:
+    """The entries of one kernel in a database, of which those near a problem are read.
+
+    What decides which are near is read when this object is made: the problems, and no more of their entries.
+
+    Args:
+        url: of the database.
+        kernel: the kernel's name.
+        rows: reads the database.
+    """
+
+    def __init__(self, url: str | None, kernel: str, rows: Rows) -> None:
+        self._url, self._layer = url, rows.layer
+        self._condition, self._words = of_name(kernel)
+        counted = rows.run(f"SELECT count(*) FROM entries r WHERE {self._condition}", self._words)
+        self.many = next(iter(counted))[0] > MANY
+        """Whether there are so many that a call does not wait for all."""
+        self.raced = False
+        """Whether rivals were timed for any of them."""
+        self.seen_mhz: dict[str, int] = {}
+        """By the name of each GPU, the highest clock behind any of them."""
+        self._known: dict[str, list[Entry]] = {}
+        if self.many:
+            of_kernel = f"FROM entries r WHERE {self._condition}"
+            archs = [arch for (arch,) in rows.run(f"SELECT DISTINCT r.arch {of_kernel}", self._words)]
+            self._archs = quoted(arch for arch in archs if isinstance(arch, str))
+            raced = rows.run(f"SELECT 1 {of_kernel} AND r.rivals IS NOT NULL LIMIT 1", self._words)
+            self.raced = next(iter(raced), None) is not None
+            self._read_clocks(rows)
+            self._read_problems(rows)
+
+    def _read_clocks(self, rows: Rows) -> None:
+        behind = "SELECT m.device_id, CAST(m.conditions AS TEXT) FROM entries r JOIN measurements m ON m.id = r.measurement_id"
+        read, highest = msgspec.json.Decoder(Clock).decode, dict[str, int]()
+        for device, conditions in rows.run(f"{behind} WHERE {self._condition}", self._words):
+            with contextlib.suppress(ValueError, TypeError):
+                highest[device] = max(highest.get(device, 0), read(conditions).sm_clock_mhz)
+        for identity, device in rows.parents("devices", highest).items():
+            self.seen_mhz[device.name] = max(self.seen_mhz.get(device.name, 0), highest[identity])
+
+    def _read_problems(self, rows: Rows) -> None:
+        import numpy as np
+
+        asked = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"
+        found = rows.make("problems", rows.read("problems", self._words, asked), lambda row: (row.id, _dims(row.dims)))
+        problems = dict(found)
+        self._ids = list(problems)
+        self._names = sorted({name for dims in problems.values() for name in dims})
+        self._codes: dict[Any, int] = {}
+        places = [self._place(dims) for dims in problems.values()]
+        self._sizes, self._words_of = (np.array(each) for each in zip(*places, strict=True))
+
+    def _place(self, dims: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+        """Logarithms of the sizes of a problem, and a number for each of its other values."""
+        sizes, words = [], []
+        for name in self._names:
+            value = dims.get(name, 0)
+            size = sum(value) if isinstance(value, list) else value
+            is_size = type(size) is int
+            sizes.append(math.log2(max(1, size)) if is_size else 0.0)
+            words.append(0 if is_size else self._codes.setdefault(value, 1 + len(self._codes)))
+        return sizes, words
+
+    def near(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
+        """The entries of the problem and, unless they are wanted alone, of those nearest to it, by octaves between sizes and
+        by how many other values differ."""
+        ids = dict.fromkeys((problem.id, *([] if alone else self._nearest(problem))))
+        if new := [each for each in ids if each not in self._known]:
+            self._read(new)
+        return [entry for each in ids for entry in self._known[each]]
+
+    def _nearest(self, problem: Problem) -> list[str]:
+        import numpy as np
+
+        sizes, words = self._place({name: each for name, each in problem.to_json().items() if name != "kernel"})
+        apart = np.abs(self._sizes - sizes).sum(axis=1) + (self._words_of != words).sum(axis=1)
+        return [self._ids[place] for place in np.argsort(apart, kind="stable")[:NEAREST]]
+
+    def _read(self, ids: Sequence[str]) -> None:
+        self._known.update((each, []) for each in ids)
+        try:
+            with reading(self._url) as rows:
+                rows.layer = self._layer
+                condition = f"WHERE {self._condition} AND r.arch IN ({self._archs}) AND r.problem_id IN ({quoted(ids)})"
+                for entry in distinct(rows.entries(self._words, condition)):
+                    own = entry.problem.id  # it may be stored under the one that it had once
+                    self._known[own if own in self._known else ids[0]].append(entry)
+        except DatabaseError as error:
+            warn_once(f"{error}; what it holds of near problems is left out")
+
+    def device_names(self, arch: str) -> set[str]:
+        """The GPUs of an arch on which something was measured."""
+        with reading(self._url) as rows:
+            words = {**self._words, "arch": arch}
+            found = rows.run(
+                f"SELECT DISTINCT r.device_name FROM entries r WHERE {self._condition} AND r.arch = :arch", words
+            )
+            return {name for (name,) in found if isinstance(name, str) and name}
+
+
+def _dims(text: str) -> dict[str, Any]:
+    dims: dict[str, Any] = read_new_json(dict, text, "dims")
+    check_values(dims, "dims")
+    return dims
+
+
+def of_name(kernel: str) -> tuple[str, dict[str, Any]]:
+    """The condition that entries are of kernels of this name, in whatever files, and its words; of any kernel for no name."""
+    if not kernel:
+        return "1 = 1", {}
+    namesake = f"{kernel}{NAMESAKE}"
+    other = "" if kernel in SHIPPED else f" OR substr(r.kernel, 1, {len(namesake)}) = :namesake"
+    return f"(r.kernel = :kernel{other})", {"kernel": kernel, **({"namesake": namesake} if other else {})}
+
+
+class StoredSpills(Mapping[str, Mapping[str, int]]):
+    """What a database knows of programs that spill registers or do not build, read when it is asked for; see
+    :data:`tiledsched.store.spills.Spills`.
+
+    Args:
+        url: of the database.
+        compiler: the version of the compiler.
+        shipped: what is known apart from the database.
+        of: values of columns of builds.
+    """
+
+    def __init__(self, url: str | None, compiler: str, shipped: Spills, of: Mapping[str, str]) -> None:
+        self._url, self._compiler, self._shipped, self._of = url, compiler, shipped, of
+        self._known: dict[str, Spills] = {}
+
+    def _read(self, schedules: Sequence[str] | None) -> Spills:
+        try:
+            with reading(self._url) as rows:
+                return stored(rows, self._compiler, self._of, schedules)
+        except DatabaseError:  # which a warning has said, when its entries were read
+            return {}
+
+    def __getitem__(self, schedule: str) -> Mapping[str, int]:
+        if schedule not in self._known:
+            self._known[schedule] = joined({schedule: self._shipped.get(schedule, {})}, self._read([schedule]))
+        if not self._known[schedule][schedule]:
+            raise KeyError(schedule)
+        return self._known[schedule][schedule]
+
+    @functools.cached_property
+    def _all(self) -> Spills:
+        return joined(self._shipped, self._read(None))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
