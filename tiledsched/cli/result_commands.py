@@ -351,7 +351,7 @@ def written_report(
                 device_name=device,
                 model_times=modelled_times(arch, kernel),
                 served=served,
-                serving=Serving.by_settings(settings, served, kernel, arch),
+                serving=Serving.by_settings(settings, kernel, arch),
             )
             found.append(made)
     return write_report(found, Path(folder))

@@ -7,7 +7,7 @@ threads, but not across a fork. Times are UTC. All methods raise DatabaseError w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -246,7 +246,13 @@ class TuningDB(Database):
             return {problem: count for problem, (_, count) in found.items()}
 
     def measurements_by_problem(
-        self, arch: str, kernel: KernelClass, choose: Choose | None = None, *, above: int = 0
+        self,
+        arch: str,
+        kernel: KernelClass,
+        choose: Choose | None = None,
+        *,
+        above: int = 0,
+        only: Collection[Problem] | None = None,
     ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
         """Each problem of a kernel that was measured on an arch, with what :meth:`measurements` finds of it, without samples:
         of those only the number is read. A report on a million measurements holds those of one problem at a time.
@@ -256,10 +262,13 @@ class TuningDB(Database):
             kernel: the kernel.
             choose: which measurements are read of a problem with more than `above` of them; None for all.
             above: up to so many are all read.
+            only: the problems that are read; None for all.
         """
         with self.rows() as (session, rows):
             reader = WithoutSamples(rows, session, arch, kernel)
         for problem, (_, size) in reader.problems.items():
+            if only is not None and problem not in only:
+                continue
             with self.rows() as (session, rows):
                 reader.rows.run = rows.run
                 ids = choose(problem, reader.plain_rows(session, problem)) if choose and size > above else None
