@@ -7,7 +7,8 @@ threads, but not across a fork. Times are UTC. All methods raise DatabaseError w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from tiledsched.store.models import (
     RunRow,
     of_name,
 )
+from tiledsched.store.queries import Comparable, TimedRows
 from tiledsched.store.reading import (
     UNDISTURBED,
     Choose,
@@ -58,7 +60,7 @@ from tiledsched.store.records import (
     StoredMeasurement,
     Toolchain,
 )
-from tiledsched.store.rows import artifact_of, quoted, where
+from tiledsched.store.rows import AT_ONCE, artifact_of, quoted, where
 from tiledsched.store.spills import Spills
 from tiledsched.store.spills import stored as stored_spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
@@ -244,7 +246,13 @@ class TuningDB(Database):
             return {problem: count for problem, (_, count) in found.items()}
 
     def measurements_by_problem(
-        self, arch: str, kernel: KernelClass, choose: Choose | None = None, *, above: int = 0
+        self,
+        arch: str,
+        kernel: KernelClass,
+        choose: Choose | None = None,
+        *,
+        above: int = 0,
+        only: Collection[Problem] | None = None,
     ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
         """Each problem of a kernel that was measured on an arch, with what :meth:`measurements` finds of it, without samples:
         of those only the number is read. A report on a million measurements holds those of one problem at a time.
@@ -254,10 +262,13 @@ class TuningDB(Database):
             kernel: the kernel.
             choose: which measurements are read of a problem with more than `above` of them; None for all.
             above: up to so many are all read.
+            only: the problems that are read; None for all.
         """
         with self.rows() as (session, rows):
             reader = WithoutSamples(rows, session, arch, kernel)
         for problem, (_, size) in reader.problems.items():
+            if only is not None and problem not in only:
+                continue
             with self.rows() as (session, rows):
                 reader.rows.run = rows.run
                 ids = choose(problem, reader.plain_rows(session, problem)) if choose and size > above else None
@@ -265,6 +276,19 @@ class TuningDB(Database):
             if found:
                 yield problem, found
         reader.rows.warn()
+
+    @contextmanager
+    def timed_rows(self, kernel: str = "", arch: str = "", regime: str = "") -> Iterator[TimedRows]:
+        """A reader of the times of many problems, some at a time; an empty argument matches everything."""
+        with self.rows() as (session, rows):
+            yield TimedRows(rows, session, kernel, arch, regime)
+
+    def every_measurement(self) -> Iterator[StoredMeasurement]:
+        """All measurements, also those that decide nothing, in the order of their numbers. Few are in memory at a time."""
+        wanted = select_measurements().order_by(None).order_by(MeasurementRow.id)
+        with self.rows() as (session, rows):
+            for some in session.connection().execute(wanted, execution_options={"yield_per": AT_ONCE}).partitions():
+                yield from rows.measurements(some)
 
     def landscape(self, problem: Problem, device_name: str, regime: str) -> list[StoredMeasurement]:
         """The newest measurement of every candidate of one problem on one device, the fastest first."""
@@ -413,8 +437,8 @@ class TuningDB(Database):
 
     def merge(
         self,
-        measurements: Sequence[StoredMeasurement],
-        entries: Sequence[Entry],
+        measurements: Iterable[StoredMeasurement],
+        entries: Iterable[Entry],
         artifacts: Sequence[ArtifactRecord] = (),
     ) -> MergeResult:
         """Add what another database or file holds, in one transaction.
@@ -424,29 +448,37 @@ class TuningDB(Database):
         merged, nor on how often they are. Where pooled measurements contradict what is served, the result says so.
 
         Args:
-            measurements: the other database's measurements.
-            entries: its entries. Each names its measurement by the uid, stored here or among `measurements`.
+            measurements: the other database's measurements. Some are in memory at a time, if this is no list.
+            entries: its entries, read after the measurements. Each names its measurement by the uid, stored here or
+                among `measurements`.
             artifacts: facts of its machine code.
         """
+
+        kernels, keys = set[str](), set[tuple[str, ...]]()
+
+        def taken() -> Iterator[StoredMeasurement]:
+            for stored in measurements:
+                kernels.add(stored.kernel)
+                yield replace(stored, run_id=None)  # the numbers of another database's runs mean nothing here
 
         def take(session: Session) -> MergeResult:
             done: Counter[str] = Counter()
             put_artifacts(session, artifacts)
-            # The numbers of another database's runs mean nothing here.
-            added = put_measurements(session, [replace(stored, run_id=None) for stored in measurements])
-            done.update(measurements_added=added, measurements_kept=len(measurements) - added)
+            added, known = put_measurements(session, taken())
+            done.update(measurements_added=added, measurements_kept=known)
+            parents = Parents()
             for entry in sorted(entries, key=lambda each: each.key):
+                kernels.add(entry.kernel)
+                keys.add(entry.key)
                 elsewhere = entry.replace(measurement_id=None, run_id=None)
-                done["entries_" + put_entry(session, elsewhere, merging=True)] += 1
+                done["entries_" + put_entry(session, elsewhere, merging=True, parents=parents)] += 1
             return MergeResult(**dict(done))  # type: ignore[arg-type]  # what is counted are counts
 
-        done = self.write(take, *{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
+        done = self.write(take)
+        self.show(*kernels)
         if not done.entries_kept and not done.entries_replaced:
             return done
-        merged = {entry.key for entry in entries}
-        served = [each for each in self.entries(provenance="measured") if each.key in merged and each.measurement]
-        return replace(done, contradictions=tuple(contradictions(served, self._comparable)))
-
-    def _comparable(self, entry: Entry) -> list[StoredMeasurement]:
-        """What is measured of an entry's problem on its device and in its regime."""
-        return self.measurements(entry.problem, entry.arch, entry.device_name, entry.regime)
+        served = [each for each in self.entries(provenance="measured") if each.key in keys and each.measurement]
+        with self.rows() as (session, rows):
+            found = contradictions(served, Comparable(rows, session).measurements)
+            return replace(done, contradictions=tuple(found))

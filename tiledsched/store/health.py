@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,15 @@ def _tables(session: Session) -> list[str]:
 def _file(session: Session) -> list[str]:
     if session.get_bind().dialect.name != "sqlite":
         return []  # PostgreSQL checks its own files, and enforces references
-    found = [str(line) for line in session.scalars(sa.text("PRAGMA integrity_check")) if line != "ok"]
+    driver: Any = session.connection().connection.driver_connection
+    # SQLite checks a whole table between two looks of the progress handler. This thread waits, and heeds signals meanwhile.
+    with ThreadPoolExecutor(1) as other:
+        lines = other.submit(lambda: driver.execute("PRAGMA integrity_check").fetchall())
+        try:
+            found = [str(line) for (line,) in lines.result() if line != "ok"]
+        except BaseException:
+            driver.interrupt()
+            raise
     for table, row, parent, number in session.execute(sa.text("PRAGMA foreign_key_check")):
         keys = session.execute(sa.text(f"PRAGMA foreign_key_list({table})")).all()
         names = " and ".join(key[3] for key in keys if key[0] == number)

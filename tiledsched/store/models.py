@@ -7,10 +7,14 @@ Types are those SQLite and PostgreSQL share. A column whose type is a record hol
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 from sqlalchemy import (
     JSON,
     CheckConstraint,
@@ -35,7 +39,7 @@ from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.problem import ProblemClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Conditions, Device, RivalTime
-from tiledsched.store.codec import decode, encode
+from tiledsched.store.codec import REMEMBERED, decode, encode
 from tiledsched.store.rows import NAMESAKE
 
 NAMING = {
@@ -80,9 +84,9 @@ class Record(TypeDecorator[Any]):
         self.kind = kind
         self.column = column
 
-    def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
-        """The JSON of a record."""
-        return encode(value)
+    def bind_processor(self, dialect: Dialect) -> Any:
+        """What gives the JSON of a record: of each column one function, since an import writes hundreds of thousands."""
+        return _written
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         """The record of some JSON.
@@ -91,6 +95,21 @@ class Record(TypeDecorator[Any]):
             DatabaseError: the JSON is not that of such a record.
         """
         return None if value is None else decode(self.kind, value, self.column)
+
+
+def _written(value: Any) -> str | None:
+    """A record as JSON."""
+    if type(value) is tuple and {*map(type, value)} == {float} and math.isfinite(sum(value)):
+        return msgspec.json.encode(value).decode()
+    if type(value) is Conditions:
+        return _written_once(value)
+    return None if value is None else json.dumps(encode(value))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _written_once(value: Any) -> str:
+    """A record that many rows share, as JSON."""
+    return json.dumps(encode(value))
 
 
 RECORDS: Mapping[Any, str] = {

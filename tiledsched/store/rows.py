@@ -350,7 +350,7 @@ class Rows:
         """What the rows of a table hold that others refer to, by their ids; more than was asked for, where more is known."""
         known, (make, *left_out) = self._parents[table], _MADE[table]
         kind = int if table in NUMBERED else str
-        wanted = [each for each in {*ids} - known.keys() if type(each) is kind]
+        wanted = [each for each in {*ids} if each not in known and type(each) is kind]
         for start in range(0, len(wanted), AT_ONCE):
             part = wanted[start : start + AT_ONCE]
             some = ", ".join(map(str, part)) if table in NUMBERED else quoted(part)
