@@ -6,18 +6,12 @@ python -m docs.studies.large_store [--folder DIR] [--entries N] [--limit SECONDS
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
-import platform
 import random
-import resource
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -34,7 +28,6 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Conditions, Device, Measurement
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import export_landscape
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 
 ARCH, SCHEDULES, SAMPLES = "sm_90", 2000, 101

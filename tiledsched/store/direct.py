@@ -13,7 +13,6 @@ from tiledsched.store.limit import READ_TIMEOUT_S, Limit
 from tiledsched.store.location import HEAD, VERSION_TABLE, database_file
 from tiledsched.store.rows import Rows, text_or_bytes
 
-
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 """What SQLite raises, which quotes what it cannot read where Python cannot read the quotation."""
 
@@ -49,7 +48,9 @@ def reading(url: str | os.PathLike[str] | None) -> Iterator[Rows]:
         from tiledsched.store.engine import explained, resolve_url
 
         with explained(resolve_url(url)):
-            raise sa.exc.DatabaseError("", None, error) if isinstance(error, sqlite3.Error) else error
+            if isinstance(error, sqlite3.Error):
+                raise sa.exc.DatabaseError("", None, error) from error
+            raise
 
 
 def _connected(file: Path, limit: Limit) -> sqlite3.Connection | None:
