@@ -342,7 +342,7 @@ def written_report(
     with run.open_db(read_only=True) if run.db or database_exists(settings.db) else TuningDB.open(":memory:") as db:
         found = []
         for arch in archs:
-            served = load_entries(settings, {arch})
+            served = load_entries(settings, {arch}, limit_s=None)
             made = build_report(
                 WithShipped(db, kernel, arch, served, None if only is None else set(only)),
                 arch,

@@ -168,8 +168,9 @@ def unpacked(data: bytes, most: int = MOST_BYTES) -> bytearray:
         if unpacker.eof:
             whole = bytearray(size)  # which takes no memory before it is written: each part goes as it is copied
             while parts:
-                size -= len(parts[-1])
-                whole[size : size + len(parts[-1])] = parts.pop()
+                part = parts.pop()
+                whole[size - len(part) : size] = part
+                size -= len(part)
             return whole
         if unpacker.needs_input:
             raise EOFError("it ends early")

@@ -21,6 +21,7 @@ from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.stored import StoredEntries, StoredSpills, of_name
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import clocks_of, distinct, of_kernel, precedence
+from tiledsched.store.limit import READ_TIMEOUT_S
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
 from tiledsched.store.shipped import read_shipped_entries
@@ -52,7 +53,12 @@ class Layer:
 
 
 def layers(
-    settings: Settings, archs: Collection[str] | None = None, kernel: KernelClass | str = "", *, near: bool = False
+    settings: Settings,
+    archs: Collection[str] | None = None,
+    kernel: KernelClass | str = "",
+    *,
+    near: bool = False,
+    limit_s: float | None = READ_TIMEOUT_S,
 ) -> list[Layer]:
     """All layers, each of which lies over those before it: what ships, the bundle in use, the site's and the user's.
 
@@ -61,6 +67,7 @@ def layers(
         archs: read shipped tables of these archs only, which saves time; None for all.
         kernel: read entries of this kernel, or of this name, only; empty for all.
         near: leave the entries of a large database there, and give what reads those near a problem.
+        limit_s: how long reading a database may take, in seconds; None for any time.
 
     Raises:
         DatabaseError: the user's database cannot be read, and a flag named it. Any other layer that cannot be read is left out
@@ -75,9 +82,9 @@ def layers(
         found.append(Layer(name="bundle", where=str(bundle), entries=mine))
     site = site_location(settings.site)
     if site is not None:
-        found.append(_site(site, kernel, near))
+        found.append(_site(site, kernel, near, limit_s))
     if database_exists(settings.db):
-        found.append(_stored("user", settings.db, kernel, near))
+        found.append(_stored("user", settings.db, kernel, near, limit_s))
     for layer in found:
         if layer.error and layer.name == "user" and settings.sources.get("db") == "--db":
             raise DatabaseError(layer.error)
@@ -109,7 +116,7 @@ def _read(paths: Sequence[Path], read: Callable[[Path], Sequence[Entry]], kernel
     return entries, errors
 
 
-def _site(where: str, kernel: str, near: bool) -> Layer:
+def _site(where: str, kernel: str, near: bool, limit_s: float | None) -> Layer:
     """The site's layer, which may be a database, a table, or a folder of tables."""
     path = Path(os.path.expanduser(where))
     if os.path.isdir(path):
@@ -117,7 +124,7 @@ def _site(where: str, kernel: str, near: bool) -> Layer:
     elif where.endswith(TABLES):
         paths = [path]
     else:
-        return _stored("site", where, kernel, near)
+        return _stored("site", where, kernel, near, limit_s)
     from tiledsched.store.exchange import read_table
 
     entries, errors = _read(paths, lambda table: read_table(table).entries, kernel)
@@ -127,13 +134,13 @@ def _site(where: str, kernel: str, near: bool) -> Layer:
     return Layer(name="site", where=where, entries=entries, error=error)
 
 
-def _stored(name: str, url: str | None, kernel: str, near: bool) -> Layer:
+def _stored(name: str, url: str | None, kernel: str, near: bool, limit_s: float | None) -> Layer:
     """A layer in a database. With `near`, entries of a kernel that has many of them are read when a problem asks for them."""
     found = location(url)
     where, error = found.rpartition("@")[2] if "://" in found else found, ""  # without its password
     entries: Sequence[Entry] = ()
     try:
-        with reading(url) as rows:
+        with reading(url, limit_s) as rows:
             rows.layer = name
             stored = StoredEntries(url, kernel, rows) if near else None
             if stored is not None and stored.many:
@@ -146,10 +153,14 @@ def _stored(name: str, url: str | None, kernel: str, near: bool) -> Layer:
 
 
 def load_entries(
-    settings: Settings, archs: Collection[str] | None = None, kernel: KernelClass | str = ""
+    settings: Settings,
+    archs: Collection[str] | None = None,
+    kernel: KernelClass | str = "",
+    *,
+    limit_s: float | None = READ_TIMEOUT_S,
 ) -> list[Entry]:
     """The entries that all layers serve together. The arguments are those of :func:`layers`."""
-    return combined(layers(settings, archs, kernel))
+    return combined(layers(settings, archs, kernel, limit_s=limit_s))
 
 
 def combined(of: Sequence[Layer], seen_mhz: Mapping[str, int] | None = None) -> list[Entry]:

@@ -18,19 +18,19 @@ UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
 
 @contextmanager
-def reading(url: str | os.PathLike[str] | None) -> Iterator[Rows]:
+def reading(url: str | os.PathLike[str] | None, limit_s: float | None = READ_TIMEOUT_S) -> Iterator[Rows]:
     """A reader of the rows of the database at `url` (as for `TuningDB.open`). Its queries are of one state of the database, and
-    together take at most :data:`READ_TIMEOUT_S`. A warning says at the end how many rows were damaged.
+    together take at most `limit_s` seconds. A warning says at the end how many rows were damaged.
 
     Raises:
         DatabaseError: it cannot be read.
     """
-    path, limit = database_file(url), Limit(READ_TIMEOUT_S)
+    path, limit = database_file(url), Limit(limit_s)
     connection = _connected(Path(path).absolute(), limit) if path else None
     if connection is None:
         from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
 
-        with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db, db.rows() as (_, rows):
+        with TuningDB.open(url, read_only=True, limit_s=limit_s) as db, db.rows() as (_, rows):
             yield rows
         return
 
