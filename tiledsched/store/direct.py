@@ -20,7 +20,7 @@ UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 @contextmanager
 def reading(url: str | os.PathLike[str] | None, limit_s: float | None = READ_TIMEOUT_S) -> Iterator[Rows]:
     """A reader of the rows of the database at `url` (as for `TuningDB.open`). Its queries are of one state of the database, and
-    together take at most `limit_s` seconds. A warning says at the end how many rows were damaged.
+    each of them takes at most `limit_s` seconds. A warning says at the end how many rows were damaged.
 
     Raises:
         DatabaseError: it cannot be read.
@@ -35,6 +35,7 @@ def reading(url: str | os.PathLike[str] | None, limit_s: float | None = READ_TIM
         return
 
     def run(query: str, words: Mapping[str, Any]) -> Any:
+        limit.begin()
         return connection.execute(query, words)
 
     try:
