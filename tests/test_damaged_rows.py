@@ -30,6 +30,7 @@ from tiledsched.store.rows import TABLES, row_type
 
 DAMAGE = {
     "text": "abc",
+    "an empty text": "",
     "a number below zero": -5,
     "infinity": float("inf"),
     "nothing": None,

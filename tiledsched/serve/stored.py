@@ -18,7 +18,7 @@ from tiledsched.store.codec import check_values
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import distinct
 from tiledsched.store.records import Entry
-from tiledsched.store.rows import NAMESAKE, Rows, quoted, read_new_json
+from tiledsched.store.rows import NAMESAKE, RowReader, quoted, read_new_json
 from tiledsched.store.spills import Spills, joined, stored
 
 MANY = 1000
@@ -27,7 +27,7 @@ NEAREST = 32
 """Problems whose entries are read, of which the kernel's own distance chooses: twice as many as it transfers from."""
 
 
-class Clock(msgspec.Struct):
+class SmClock(msgspec.Struct):
     """The part of a measurement's conditions that tells whether the clocks of others were held down."""
 
     sm_clock_mhz: int = 0
@@ -44,7 +44,7 @@ class StoredEntries:
         rows: reads the database.
     """
 
-    def __init__(self, url: str | None, kernel: str, rows: Rows) -> None:
+    def __init__(self, url: str | None, kernel: str, rows: RowReader) -> None:
         self._url, self._layer = url, rows.layer
         self._condition, self._words = of_name(kernel)
         counted = rows.run(f"SELECT count(*) FROM entries r WHERE {self._condition}", self._words)
@@ -64,16 +64,16 @@ class StoredEntries:
             self._read_clocks(rows)
             self._read_problems(rows)
 
-    def _read_clocks(self, rows: Rows) -> None:
+    def _read_clocks(self, rows: RowReader) -> None:
         behind = "SELECT m.device_id, CAST(m.conditions AS TEXT) FROM entries r JOIN measurements m ON m.id = r.measurement_id"
-        read, highest = msgspec.json.Decoder(Clock).decode, dict[str, int]()
+        read, highest = msgspec.json.Decoder(SmClock).decode, dict[str, int]()
         for device, conditions in rows.run(f"{behind} WHERE {self._condition}", self._words):
             with contextlib.suppress(ValueError, TypeError):
                 highest[device] = max(highest.get(device, 0), read(conditions).sm_clock_mhz)
         for identity, device in rows.parents("devices", highest).items():
             self.seen_mhz[device.name] = max(self.seen_mhz.get(device.name, 0), highest[identity])
 
-    def _read_problems(self, rows: Rows) -> None:
+    def _read_problems(self, rows: RowReader) -> None:
         import numpy as np
 
         asked = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"

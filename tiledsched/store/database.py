@@ -21,7 +21,7 @@ from tiledsched.store import engine as engines
 from tiledsched.store.health import problems_found
 from tiledsched.store.limit import Limit
 from tiledsched.store.reading import rows_of
-from tiledsched.store.rows import DAMAGE, Rows
+from tiledsched.store.rows import DAMAGE, RowReader
 from tiledsched.store.views import create_view
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Database:
             yield session
 
     @contextmanager
-    def rows(self) -> Iterator[tuple[Session, Rows]]:
+    def rows(self) -> Iterator[tuple[Session, RowReader]]:
         """A session for queries and a reader of what they find. Where some rows are damaged, a warning says so at the end."""
         with self.reading(*DAMAGE) as session:
             rows = rows_of(session, self._url.database or self.url if self.url.startswith("sqlite") else self.url)

@@ -11,14 +11,14 @@ from typing import Any
 
 from tiledsched.store.limit import READ_TIMEOUT_S, Limit
 from tiledsched.store.location import HEAD, VERSION_TABLE, database_file
-from tiledsched.store.rows import Rows, text_or_bytes
+from tiledsched.store.rows import RowReader, text_or_bytes
 
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 """What SQLite raises, which quotes what it cannot read where Python cannot read the quotation."""
 
 
 @contextmanager
-def reading(url: str | os.PathLike[str] | None, limit_s: float | None = READ_TIMEOUT_S) -> Iterator[Rows]:
+def reading(url: str | os.PathLike[str] | None, limit_s: float | None = READ_TIMEOUT_S) -> Iterator[RowReader]:
     """A reader of the rows of the database at `url` (as for `TuningDB.open`). Its queries are of one state of the database, and
     each of them takes at most `limit_s` seconds. A warning says at the end how many rows were damaged.
 
@@ -40,7 +40,7 @@ def reading(url: str | os.PathLike[str] | None, limit_s: float | None = READ_TIM
 
     try:
         with closing(connection), limit.explaining():
-            rows = Rows(run, path)
+            rows = RowReader(run, path)
             yield rows
             rows.warn()
     except UNREADABLE as error:

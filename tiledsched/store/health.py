@@ -80,15 +80,12 @@ def _rows(session: Session) -> list[str]:
 
 def _wrong(table: str, row: Any) -> list[str]:
     """What is wrong with a row whose values have their types. Raises DatabaseError for JSON of something else."""
-    values = {name: _read_json(kind, getattr(row, name), name) for name, kind in row_type(table).json.items()}
+    values = {
+        name: (read_new_json if name in ("samples_us", "accuracy") else read_json)(kind, getattr(row, name), name)
+        for name, kind in row_type(table).json.items()
+    }
     look = _LOOKS.get(table)
     return [f"{table} {row[0]}: {line}" for line in look(row, values)] if look else []
-
-
-def _read_json(kind: Any, text: str | None, name: str) -> Any:
-    if text is None:
-        return None
-    return (read_new_json if name in ("samples_us", "accuracy") else read_json)(kind, text, name)
 
 
 def _contents(row: Any, values: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import DeviceRow, MeasurementRow, ProblemRow
 from tiledsched.store.reading import UNDISTURBED, Circumstances, WithoutSamples, columns_of, matching, plain_texts
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
-from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, Rows, in_utc, read_json
+from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, in_utc, read_json
 
 UNTIMED = ("samples_us", "accuracy", "arch")
 """Columns of measurements that say nothing of a time."""
@@ -215,7 +215,7 @@ class TimedRows:
         regime: burst or sustained; empty for both.
     """
 
-    def __init__(self, rows: Rows, session: Session, kernel: str, arch: str, regime: str) -> None:
+    def __init__(self, rows: RowReader, session: Session, kernel: str, arch: str, regime: str) -> None:
         row = MeasurementRow
         self._rows, self._session = rows, session
         self._parents = {table: rows.parents(table, ()) for table in MEASURED_WITH}
@@ -311,7 +311,7 @@ class Comparable:
     They are those of the entry's own schedule, and all of each schedule that was surely faster at least once.
     """
 
-    def __init__(self, rows: Rows, session: Session) -> None:
+    def __init__(self, rows: RowReader, session: Session) -> None:
         self._rows, self._session = rows, session
         self._readers: dict[tuple[str, str], WithoutSamples] = {}
 

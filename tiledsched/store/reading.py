@@ -21,7 +21,7 @@ from tiledsched.store.codec import REMEMBERED
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import Base, DeviceRow, MeasurementRow, ProblemRow, UtcDateTime
 from tiledsched.store.records import StoredMeasurement, Toolchain
-from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, Rows, read_json, row_type
+from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, read_json, row_type
 
 _conditions = cast(MeasurementRow.conditions, Text)
 UNDISTURBED = _conditions.not_like('%"beside": [%') & _conditions.not_like('%"beside":[%')
@@ -37,7 +37,7 @@ def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:
     return [column == value for column, value in wanted.items() if value is not None]
 
 
-def ids_of(rows: Rows, session: Session, problem: Problem) -> list[str]:
+def ids_of(rows: RowReader, session: Session, problem: Problem) -> list[str]:
     """The ids under which a problem is stored: its own, and those that it had when equal problems had several names."""
     stored = session.scalars(select(ProblemRow.id).where(ProblemRow.kernel == problem.kernel)).all()
     new = rows.parents("problems", (each for each in stored if each not in _ids_now))
@@ -46,7 +46,7 @@ def ids_of(rows: Rows, session: Session, problem: Problem) -> list[str]:
 
 
 def columns_of(model: type[Base], *left_out: str) -> list[ColumnElement[Any]]:
-    """The columns of a table as :class:`Rows` takes them: plain values of the driver, and text for JSON."""
+    """The columns of a table as :class:`RowReader` takes them: plain values of the driver, and text for JSON."""
     kind, of_json, _ = row_type(model.__tablename__, *left_out)
     found = []
     for name in kind._fields:
@@ -56,7 +56,7 @@ def columns_of(model: type[Base], *left_out: str) -> list[ColumnElement[Any]]:
     return found
 
 
-def rows_of(session: Session, where: str, *, at_once: bool = True) -> Rows:
+def rows_of(session: Session, where: str, *, at_once: bool = True) -> RowReader:
     """A reader of rows over a session.
 
     Args:
@@ -72,7 +72,7 @@ def rows_of(session: Session, where: str, *, at_once: bool = True) -> Rows:
             return session.connection().execute(text(query), used, execution_options=options)
         return session.connection().exec_driver_sql(query)
 
-    return Rows(run, where)
+    return RowReader(run, where)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def plain_texts(session: Session) -> Iterator[None]:
 
 
 def select_measurements() -> Select:
-    """Selects measurements, the newest first, as :meth:`Rows.measurements` takes them. Conditions may be on their devices."""
+    """Selects measurements, the newest first, as :meth:`RowReader.measurements` takes them. Conditions may name devices."""
     return (
         select(*columns_of(MeasurementRow))
         .outerjoin(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
@@ -140,7 +140,7 @@ Choose = Callable[[Problem, Iterable[PlainRow]], "Collection[int] | None"]
 class WithoutSamples:
     """Reads the measurements of one kernel on one arch, a problem at a time and without their samples."""
 
-    def __init__(self, rows: Rows, session: Session, arch: str, kernel: KernelClass) -> None:
+    def __init__(self, rows: RowReader, session: Session, arch: str, kernel: KernelClass) -> None:
         self.rows = rows
         self._wanted = [MeasurementRow.arch == arch, MeasurementRow.kernel == kernel.name, UNDISTURBED]
         if not is_shipped(kernel):  # of one that ships there is no other, and telling takes a look at every row

@@ -7,7 +7,6 @@ writes there is left out, and so is a row that refers to it or to none; all othe
 from __future__ import annotations
 
 import functools
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -253,8 +252,9 @@ _FAST = {kind: msgspec.json.Decoder(kind).decode for kind in (tuple[Us, ...], Ac
 """Decoders of what needs no further check."""
 
 
-def read_new_json(kind: Any, text: str, name: str) -> Any:
-    """The value that the JSON text of a column holds: a dict, a list, or a record, checked as a record of a file is.
+def read_new_json(kind: Any, text: str | None, name: str) -> Any:
+    """The value that the JSON text of a column holds: a dict, a list, or a record, checked as a record of a file is; None for
+    none.
 
     Args:
         kind: what it holds.
@@ -264,6 +264,8 @@ def read_new_json(kind: Any, text: str, name: str) -> Any:
     Raises:
         DatabaseError: it is no JSON, or holds another value.
     """
+    if text is None:
+        return None
     try:
         data = _FAST[kind](text) if kind in _FAST else msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
@@ -280,14 +282,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-class Known(dict[Any, Any]):
+class ById(dict[Any, Any]):
     """What rows hold that others refer to, by their ids."""
 
     def __missing__(self, identity: Any) -> Any:
         raise DatabaseError(f"it refers to {identity}, which is not there, or damaged")
 
 
-class Rows:
+class RowReader:
     """Reads the rows of one database. Those that are damaged are skipped; :meth:`warn` says how many.
 
     Args:
@@ -301,7 +303,7 @@ class Rows:
         """The layer of the entries that are read."""
         self.skipped: dict[tuple[str, str], str] = {}
         """Why a row was skipped, by its table and what tells it from others there."""
-        self._parents: dict[str, dict[Any, Any]] = defaultdict(Known)
+        self._parents: dict[str, dict[Any, Any]] = defaultdict(ById)
 
     def warn(self) -> None:
         """Say how many rows were skipped, once for each database in the life of this process."""
@@ -375,7 +377,7 @@ class Rows:
         if row.provenance == "measured" and row.measurement_id is None:
             raise DatabaseError("measured, but without a measurement")
         toolchain = None if row.toolchain_id is None else of["toolchains"][row.toolchain_id]
-        rivals = row.rivals and read_json(tuple[RivalTime, ...], row.rivals, "rivals")
+        rivals = read_json(tuple[RivalTime, ...], row.rivals, "rivals")
         ties = read_json(list, row.ties, "ties")
         return record_of(
             Entry,
@@ -386,7 +388,7 @@ class Rows:
             fingerprint=row.fingerprint or "",
             measurement=None if row.measurement_id is None else of["measurements"][row.measurement_id],
             runner_up=None if row.runner_up_id is None else of["schedules"][row.runner_up_id],
-            ties=tuple(read_schedule(json.dumps(tie["schedule"])) for tie in ties),
+            ties=tuple(decode(Schedule, tie["schedule"], "ties") for tie in ties),
             rivals=rivals,
             toolchain=toolchain,
             updated_at=in_utc(row.updated_at),
@@ -405,7 +407,11 @@ class Rows:
         found = list(self.typed("measurements", rows))
         for table, column in MEASURED_WITH.items():
             self.parents(table, (getattr(row, column) for row in found))
-        return self.make("measurements", found, lambda row: self.measurement(row, read_samples(row.samples_us)))
+        return self.make(
+            "measurements",
+            found,
+            lambda row: self.measurement(row, read_new_json(tuple[Us, ...], row.samples_us, "samples_us")),
+        )
 
     def measurement(self, row: Any, samples_us: tuple[float, ...]) -> StoredMeasurement:
         """The measurement of a row, whose parents were read."""
@@ -422,7 +428,7 @@ class Rows:
             ci_low_us=row.ci_low_us,
             ci_high_us=row.ci_high_us,
             samples_us=samples_us,
-            accuracy=read_accuracy(row.accuracy),
+            accuracy=read_new_json(Accuracy, row.accuracy, "accuracy"),
             conditions=read_json(Conditions, row.conditions, "conditions"),
             runner=row.runner,
         )
@@ -476,7 +482,7 @@ class Rows:
             device=self._parents["devices"][row.device_id],
             toolchain=self._parents["toolchains"][row.toolchain_id],
             conditions=read_json(Conditions, row.conditions, "conditions"),
-            accuracy=read_accuracy(row.accuracy),
+            accuracy=read_new_json(Accuracy, row.accuracy, "accuracy"),
             created_at=in_utc(row.created_at),
         )
 
@@ -505,23 +511,6 @@ def _selected(table: str, *left_out: str) -> str:
     return f"SELECT {', '.join(names)} FROM {table} r"
 
 
-def read_schedule(text: str) -> Schedule:
-    """The schedule of a JSON text."""
-    found: Schedule = read_json(Schedule, text, "knobs")
-    return found
-
-
-def read_samples(text: str) -> tuple[float, ...]:
-    """The samples of a JSON text, in microseconds."""
-    found: tuple[float, ...] = read_new_json(tuple[Us, ...], text, "samples_us")
-    return found
-
-
-def read_accuracy(text: str | None) -> Accuracy | None:
-    """The accuracy of a JSON text."""
-    return None if text is None else read_new_json(Accuracy, text, "accuracy")
-
-
 def in_utc(time: datetime) -> datetime:
     """A stored time with its zone, UTC."""
     return time.replace(tzinfo=timezone.utc) if time.tzinfo is None else time.astimezone(timezone.utc)
@@ -529,10 +518,10 @@ def in_utc(time: datetime) -> datetime:
 
 def artifact_of(row: Any) -> ArtifactRecord:
     """The record of a row of machine code."""
-    return record_of(ArtifactRecord, row, facts=row.facts and read_json(ResourceFacts, row.facts, "facts"))
+    return record_of(ArtifactRecord, row, facts=read_json(ResourceFacts, row.facts, "facts"))
 
 
-def _problem(rows: Rows, row: Any) -> Problem:
+def _problem(rows: RowReader, row: Any) -> Problem:
     """The problem of a row. One that was stored when its kernel had other fields is of no kernel known here."""
     values = read_json(dict, row.dims, "dims")
     check_values(values, "dims")
@@ -544,10 +533,10 @@ def _problem(rows: Rows, row: Any) -> Problem:
 
 _MADE: Mapping[str, tuple[Any, ...]] = {
     "problems": (_problem,),
-    "schedules": (lambda rows, row: read_schedule(row.knobs),),
+    "schedules": (lambda rows, row: read_json(Schedule, row.knobs, "knobs"),),
     "devices": (lambda rows, row: read_json(Device, row.device, "device"),),
     "toolchains": (lambda rows, row: record_of(Toolchain, row),),
-    "measurements": (Rows._summary, "samples_us"),
+    "measurements": (RowReader._summary, "samples_us"),
     "runs": (lambda rows, row: read_json(dict, row.command, "command"),),
 }
 """What is made of rows that others refer to, and the columns that are not read for it."""

@@ -17,7 +17,7 @@ from tiledsched.core.resources import ResourceFacts, spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.evidence import nearest_compiler
 from tiledsched.store.manifest import model_file
-from tiledsched.store.rows import Rows, quoted, where
+from tiledsched.store.rows import RowReader, quoted, where
 
 Spills = Mapping[str, Mapping[str, int]]
 """By the id of a schedule, then of a class of problems, the bytes of registers that the program spills a thread, where that is
@@ -69,7 +69,7 @@ def joined(*of: Spills) -> Spills:
     return found
 
 
-def stored(rows: Rows, compiler: str, of: Mapping[str, str], schedules: Iterable[str] | None = None) -> Spills:
+def stored(rows: RowReader, compiler: str, of: Mapping[str, str], schedules: Iterable[str] | None = None) -> Spills:
     """What a database knows of programs under a compiler's version. Of one that several toolchains of that version built, the
     newest build counts.
 
