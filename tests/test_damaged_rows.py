@@ -199,7 +199,7 @@ def test_the_check_names_the_row_its_column_and_why(whole, tmp_path):
     with TuningDB.open(copy, read_only=True) as db:
         found = db.check()
     for table, row, column in wrong:
-        assert any(line.startswith(f"{table} {row}: its {column} ") for line in found), (table, column, found)
+        assert any(line.startswith(f"{table} {row}: its {column}") for line in found), (table, column, found)
 
 
 def test_another_measurement_counts_where_the_newest_is_damaged(tmp_path, plain):
