@@ -162,13 +162,13 @@ def test_no_command_fails_at_a_damaged_row(command, whole, tmp_path, plain, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEDSCHED_DB", str(copy))
     words = [each.format(db=copy, whole=path) for each in command]
-    values = (
-        dict.fromkeys(("text", "infinity", "deep JSON", "bad UTF-8")) if command[0] in ("report", "compare") else DAMAGE
-    )
-    for table, row in first:
-        for column, what in itertools.product(TABLES[table], values):
-            if table.startswith("fleet_") or not damaged(path, copy, table, row, column, DAMAGE[what]):
-                continue
+    columns = [
+        (table, row, column) for table, row in first if not table.startswith("fleet_") for column in TABLES[table]
+    ]
+    if command[0] in ("report", "compare"):  # which take seconds
+        columns = columns[::4]
+    for (table, row, column), what in zip(columns, itertools.cycle(DAMAGE.values())):
+        if damaged(path, copy, table, row, column, what):
             assert main(words) in (0, 1), (table, column, what)
             said = capsys.readouterr()
             assert "Traceback" not in said.err, (table, column, what)
