@@ -286,6 +286,19 @@ def test_the_entries_near_a_problem_serve_it_as_all_do(many, monkeypatch, length
     assert some.entry == every.entry
 
 
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("which", ["id < (SELECT max(id) FROM problems)", "1 = 1"], ids=["all but one", "all"])
+def test_near_entries_with_damaged_problems_are_left_out(many, tmp_path, plain, monkeypatch, what, which):
+    shutil.copy(many, tmp_path / "copy.db")
+    of_them = f"problem_id IN (SELECT id FROM problems WHERE {which})"
+    with closing(sqlite3.connect(tmp_path / "copy.db", isolation_level=None)) as connection:
+        for change in (f"problems SET dims = ? WHERE {which}", f"measurements SET conditions = ? WHERE {of_them}"):
+            with contextlib.suppress(sqlite3.IntegrityError):
+                connection.execute(f"UPDATE {change}", (DAMAGE[what],))
+    every, some = near(tmp_path / "copy.db", monkeypatch, PROBLEM)
+    assert (some.schedule, some.provenance, some.reason) == (every.schedule, every.provenance, every.reason)
+
+
 def test_a_call_reads_a_database_without_sqlalchemy(many):
     code = """if True:
         import sys

@@ -243,7 +243,7 @@ class Near:
         """The entries near a problem, or only its own, together with those that other layers have for the same problems."""
         stored = [layer.stored.near(problem, alone=alone) if layer.stored else [] for layer in self._layers]
         own = [of_kernel(some, self._kernel) for some in stored]
-        problems = {problem, *(entry.problem for some in own for entry in some)}
+        problems = {entry.problem for some in own for entry in some}
         whole = [
             replace(layer, entries=[*(each for each in layer.entries if each.problem in problems), *some])
             for layer, some in zip(self._layers, own, strict=True)

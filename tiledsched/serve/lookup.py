@@ -169,7 +169,8 @@ class LookupTable:
         table = self._of_arch(arch)
         if self._near is None:
             return table
-        return table.over([each for each in self._near.entries(problem, alone=alone) if each.arch in same_code(arch)])
+        found = [each for each in self._near.entries(problem, alone=alone) if each.arch in same_code(arch)]
+        return table.over(found) if found else table
 
     def _of_arch(self, arch: str) -> ArchTable:
         """What is known on an arch.

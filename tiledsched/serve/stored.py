@@ -14,7 +14,6 @@ from tiledsched.core.config import warn_once
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import SHIPPED
-from tiledsched.store.codec import check_values
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import distinct
 from tiledsched.store.records import Entry
@@ -77,39 +76,43 @@ class StoredEntries:
         import numpy as np
 
         asked = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"
-        found = rows.make("problems", rows.read("problems", self._words, asked), lambda row: (row.id, _dims(row.dims)))
+        found = rows.make(
+            "problems",
+            rows.read("problems", self._words, asked),
+            lambda row: (row.id, _values(read_new_json(dict, row.dims, "dims"))),
+        )
         problems = dict(found)
-        self._ids = list(problems)
-        self._names = sorted({name for dims in problems.values() for name in dims})
-        self._codes: dict[Any, int] = {}
-        places = [self._place(dims) for dims in problems.values()]
-        self._sizes, self._words_of = (np.array(each) for each in zip(*places, strict=True))
+        self.many = bool(problems)
+        self._places = dict.fromkeys(problems)
+        self._names = sorted({name for sizes in problems.values() for name in sizes})
+        self._codes: dict[str, int] = {}
+        places = [self._place(sizes) for sizes in problems.values()]
+        self._sizes, self._words_of = (np.array([place[part] for place in places]) for part in (0, 1))
 
-    def _place(self, dims: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+    def _place(self, values: Mapping[str, int | str]) -> tuple[list[float], list[int]]:
         """Logarithms of the sizes of a problem, and a number for each of its other values."""
         sizes, words = [], []
-        for name in self._names:
-            value = dims.get(name, 0)
-            size = sum(value) if isinstance(value, list) else value
-            is_size = type(size) is int
-            sizes.append(math.log2(max(1, size)) if is_size else 0.0)
-            words.append(0 if is_size else self._codes.setdefault(value, 1 + len(self._codes)))
+        for value in (values.get(name, 0) for name in self._names):
+            sizes.append(math.log2(max(1, value)) if isinstance(value, int) else 0.0)
+            words.append(0 if isinstance(value, int) else self._codes.setdefault(value, 1 + len(self._codes)))
         return sizes, words
 
     def near(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
         """The entries of the problem and, unless they are wanted alone, of those nearest to it, by octaves between sizes and
         by how many other values differ."""
         ids = dict.fromkeys((problem.id, *([] if alone else self._nearest(problem))))
-        if new := [each for each in ids if each not in self._known]:
+        there = [each for each in ids if each in self._places]
+        if new := [each for each in there if each not in self._known]:
             self._read(new)
-        return [entry for each in ids for entry in self._known[each]]
+        return [entry for each in there for entry in self._known[each]]
 
     def _nearest(self, problem: Problem) -> list[str]:
         import numpy as np
 
-        sizes, words = self._place({name: each for name, each in problem.to_json().items() if name != "kernel"})
+        sizes, words = self._place(_values(problem.to_json()))
         apart = np.abs(self._sizes - sizes).sum(axis=1) + (self._words_of != words).sum(axis=1)
-        return [self._ids[place] for place in np.argsort(apart, kind="stable")[:NEAREST]]
+        ids = [*self._places]
+        return [ids[place] for place in np.argsort(apart, kind="stable")[:NEAREST]]
 
     def _read(self, ids: Sequence[str]) -> None:
         self._known.update((each, []) for each in ids)
@@ -133,10 +136,13 @@ class StoredEntries:
             return {name for (name,) in found if isinstance(name, str) and name}
 
 
-def _dims(text: str) -> dict[str, Any]:
-    dims: dict[str, Any] = read_new_json(dict, text, "dims")
-    check_values(dims, "dims")
-    return dims
+def _values(problem: Mapping[str, Any]) -> dict[str, int | str]:
+    """The values of a problem: sizes as numbers, several sizes as their sum, all others as text."""
+    found: dict[str, int | str] = {}
+    for name, value in problem.items():
+        whole = sum(value) if type(value) is list and {*map(type, value)} == {int} else value
+        found[name] = whole if type(whole) is int else repr(whole)
+    return found
 
 
 def of_name(kernel: str) -> tuple[str, dict[str, Any]]:
