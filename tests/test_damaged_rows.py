@@ -43,8 +43,8 @@ DAMAGE = {
     "a huge integer": str(2**70),
     "not a number": "NaN",
 }
-TIMES = {100.0, 110.0, 120.0, 60.0}
-"""The medians that are stored."""
+TIMES = {100.0, 110.0, 120.0, 60.0, 3.0}
+"""The medians that are stored, and the number that SQLite makes of the text of one."""
 OTHER = PROBLEM.replace(batch=7)
 SOUND = PROBLEM.replace(seq_q=2048, seq_k=2048)
 """A problem whose rows are never damaged, nor is anything that they refer to."""
