@@ -18,12 +18,13 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.serve.stored import StoredEntries, StoredSpills, of_name
+from tiledsched.serve.stored import StoredEntries, StoredSpills
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import clocks_of, distinct, of_kernel, precedence
 from tiledsched.store.limit import READ_TIMEOUT_S
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
+from tiledsched.store.rows import kernel_condition
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.store.spills import Spills, shipped_spills
 
@@ -145,7 +146,7 @@ def _stored(name: str, url: str | None, kernel: str, near: bool, limit_s: float 
             stored = StoredEntries(url, kernel, rows) if near else None
             if stored is not None and stored.many:
                 return Layer(name=name, where=where, entries=(), stored=stored)
-            condition, words = of_name(kernel)
+            condition, words = kernel_condition(kernel)
             entries = distinct(rows.entries(words, f"WHERE {condition}"))
     except DatabaseError as raised:
         error = f"the {name}'s layer ({where}) cannot be read: {raised}"

@@ -13,11 +13,10 @@ import msgspec
 from tiledsched.core.config import warn_once
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import Problem
-from tiledsched.core.registry import SHIPPED
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import distinct
 from tiledsched.store.records import Entry
-from tiledsched.store.rows import NAMESAKE, RowReader, quoted, read_new_json
+from tiledsched.store.rows import RowReader, kernel_condition, quoted, read_new_json
 from tiledsched.store.spills import Spills, joined, stored
 
 MANY = 1000
@@ -45,7 +44,7 @@ class StoredEntries:
 
     def __init__(self, url: str | None, kernel: str, rows: RowReader) -> None:
         self._url, self._layer = url, rows.layer
-        self._condition, self._words = of_name(kernel)
+        self._condition, self._words = kernel_condition(kernel)
         counted = rows.run(f"SELECT count(*) FROM entries r WHERE {self._condition}", self._words)
         self.many = next(iter(counted))[0] > MANY
         """Whether there are so many that a call does not wait for all."""
@@ -143,15 +142,6 @@ def _values(problem: Mapping[str, Any]) -> dict[str, int | str]:
         whole = sum(value) if type(value) is list and {*map(type, value)} == {int} else value
         found[name] = whole if type(whole) is int else repr(whole)
     return found
-
-
-def of_name(kernel: str) -> tuple[str, dict[str, Any]]:
-    """The condition that entries are of kernels of this name, in whatever files, and its words; of any kernel for no name."""
-    if not kernel:
-        return "1 = 1", {}
-    namesake = f"{kernel}{NAMESAKE}"
-    other = "" if kernel in SHIPPED else f" OR substr(r.kernel, 1, {len(namesake)}) = :namesake"
-    return f"(r.kernel = :kernel{other})", {"kernel": kernel, **({"namesake": namesake} if other else {})}
 
 
 class StoredSpills(Mapping[str, Mapping[str, int]]):

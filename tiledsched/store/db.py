@@ -19,23 +19,13 @@ from sqlalchemy.orm import Session
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.registry import SHIPPED
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import Database
 from tiledsched.store.evidence import contradictions, distinct
-from tiledsched.store.models import (
-    BuildRow,
-    DeviceRow,
-    EntryRow,
-    FailureRow,
-    MeasurementRow,
-    ProblemRow,
-    RunRow,
-    of_name,
-)
+from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, FailureRow, MeasurementRow, ProblemRow, RunRow
 from tiledsched.store.queries import Comparable, TimedRows
 from tiledsched.store.reading import (
     UNDISTURBED,
@@ -60,7 +50,7 @@ from tiledsched.store.records import (
     StoredMeasurement,
     Toolchain,
 )
-from tiledsched.store.rows import AT_ONCE, artifact_of, quoted, where
+from tiledsched.store.rows import AT_ONCE, artifact_of, kernel_condition, quoted, where
 from tiledsched.store.spills import Spills
 from tiledsched.store.spills import stored as stored_spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
@@ -420,20 +410,16 @@ class TuningDB(Database):
         """
         given = {
             "arch": arch,
-            "kernel": kernel,
             "device_name": device_name,
             "regime": regime,
             "accum_mode": accum_mode,
             "provenance": provenance,
         }
         wanted = {name: value for name, value in given.items() if value is not None}
+        condition, words = kernel_condition(kernel or "")
         with self.rows() as (session, rows):
             some = [f"r.problem_id IN ({quoted(ids_of(rows, session, problem))})"] if problem else []
-            if kernel is not None and kernel not in SHIPPED:  # kernels of its name in other files
-                names = session.scalars(select(EntryRow.kernel).where(of_name(kernel)).distinct())
-                some.append(f"r.kernel IN ({quoted(each for each in names if isinstance(each, str))})")
-                del wanted["kernel"]
-            return distinct(rows.entries(wanted, where(wanted, *some)))
+            return distinct(rows.entries({**wanted, **words}, where(wanted, condition, *some)))
 
     def merge(
         self,

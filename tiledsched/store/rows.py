@@ -21,7 +21,7 @@ from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.config import warn_once
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind, ProblemError, TiledschedError
 from tiledsched.core.problem import Problem, ProblemClass
-from tiledsched.core.registry import problem_from_json
+from tiledsched.core.registry import SHIPPED, problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Conditions, Device, Measurement, RivalTime
 from tiledsched.store.codec import LARGEST, PATTERNS, REMEMBERED, check_values, decode
@@ -352,7 +352,7 @@ class RowReader:
         """What the rows of a table hold that others refer to, by their ids; more than was asked for, where more is known."""
         known, (make, *left_out) = self._parents[table], _MADE[table]
         kind = int if table in NUMBERED else str
-        wanted = [each for each in {*ids} if each not in known and type(each) is kind]
+        wanted = [each for each in {*ids} if each not in known and type(each) is kind and str(each).isalnum()]
         for start in range(0, len(wanted), AT_ONCE):
             part = wanted[start : start + AT_ONCE]
             some = ", ".join(map(str, part)) if table in NUMBERED else quoted(part)
@@ -559,3 +559,12 @@ def where(words: Mapping[str, Any], *more: str) -> str:
     """The condition that columns have the values of the words of their names, and more conditions; empty where there is none."""
     conditions = [*(f"r.{name} = :{name}" for name in words), *more]
     return "WHERE " + " AND ".join(conditions) if conditions else ""
+
+
+def kernel_condition(kernel: str) -> tuple[str, dict[str, Any]]:
+    """The condition that entries are of kernels of this name, in whatever files, and its words; of any kernel for no name."""
+    if not kernel:
+        return "1 = 1", {}
+    namesake = f"{kernel}{NAMESAKE}"
+    other = "" if kernel in SHIPPED else f" OR substr(r.kernel, 1, {len(namesake)}) = :namesake"
+    return f"(r.kernel = :kernel{other})", {"kernel": kernel, **({"namesake": namesake} if other else {})}
