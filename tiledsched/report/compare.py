@@ -326,7 +326,9 @@ def side_of(
         best.setdefault(key, min(of.values(), key=lambda each: each.us))
     light = {
         key: {
-            program: ProgramTime(one.schedule, one.fingerprint, *astuple(one.timing), one.uid)
+            program: ProgramTime(
+                one.schedule, one.fingerprint, one.us, one.timing.ci_low_us, one.timing.ci_high_us, one.uid
+            )
             for program, one in of.items()
         }
         for key, of in newest.items()
@@ -439,7 +441,7 @@ def _program_of(side: Side, begin: Key, device: str, schedule: str) -> ProgramTi
     found = None
     for key, of in side.programs.items():
         if key[: len(begin)] == begin and key[-1] == device:
-            found = next((one for one in reversed(of.values()) if one.schedule == schedule), found)
+            found = next((one for one in reversed([*of.values()]) if one.schedule == schedule), found)
     return found
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tiledsched.core import data_files, registry
 from tiledsched.core.device import arch_named
@@ -113,8 +113,8 @@ def compare_sources(a: str, b: str, db: str | None, wanted: Wanted, threshold: f
                 meant = meant or Terms.of([each.measured for each in said], [each.estimated for each in said])
                 nothing = [Side(name=side.name, best={}, programs={}) for side in sides]
                 for problem in problems:
-                    pair = (of.get(problem, none) for of, none in zip(known, nothing, strict=True))
-                    parts.append(compare_parts(*pair, meant, threshold))
+                    one, other = (of.get(problem, none) for of, none in zip(known, nothing, strict=True))
+                    parts.append(compare_parts(one, other, meant, threshold))
             for side in sides:
                 side.check()
             terms = Terms.of([each.measured for each in said], [each.estimated for each in said])
@@ -259,13 +259,13 @@ class _Evidence:
             )
         raise ConfigError(f"{self.name}: nothing is measured there that was asked for; give {ACCEPTED}")
 
-    def _side(self, problem: Problem | None, entries: Sequence[Entry], rows: Sequence[TimedRow]) -> Side:
+    def _side(self, problem: Problem | None, entries: Sequence[Entry], rows: Sequence[Any]) -> Side:
         """What is known of one problem."""
         shared = {id(row.shared): row.shared for row in rows}.values()
         holds = self._wanted.holds
         entries = [one for one in entries if holds(one.kernel, one.arch, one.regime)]
         if not all(timed_as_now(each.regime, each.conditions) for each in shared):
-            rows = timed_alike(rows)  # type: ignore[assignment,arg-type]  # a row has what it asks for
+            rows = timed_alike(cast(Any, rows))
         self.seen.compilers.update(each.toolchain.tileiras for each in shared)
         self.seen.devices.update(each.device.name for each in shared)
         entries, rows = self._selected(entries, rows)
@@ -285,7 +285,8 @@ class _Evidence:
             program = row.fingerprint or number
             of = programs.setdefault(key, {})
             if program not in of:
-                of[program] = ProgramTime(words, row.fingerprint, *row.timing, row.uid)
+                us, low, high = row.timing
+                of[program] = ProgramTime(words, row.fingerprint, us, low, high, row.uid)
                 if key not in fastest or row.timing[0] < fastest[key].timing[0]:
                     fastest[key] = row
         for key, row in fastest.items():
@@ -293,19 +294,19 @@ class _Evidence:
                 best[key] = _of_row(problem, row)
         return replace(side, best=best, programs=programs)
 
-    def _selected(self, entries: Sequence[Entry], rows: Sequence[TimedRow]) -> tuple[list[Entry], Sequence[TimedRow]]:
+    def _selected(self, entries: Sequence[Entry], rows: Sequence[TimedRow]) -> tuple[list[Entry], Sequence[Any]]:
         """The evidence that the selector picks. Where it names no compiler, each problem and GPU is taken with its newest one."""
         selector = self._selector
         if self._end is not None:
             # What was served then is not kept: the fastest of what was measured by then stands for it.
             known_then = [row for row in rows if row.created_at < self._end]
-            return [one for one in entries if one.measurement is None], of_one_compiler(known_then, "")
+            return [one for one in entries if one.measurement is None], of_one_compiler(cast(Any, known_then), "")
         if VERSION.fullmatch(selector):
             fits = re.compile(rf"{re.escape(selector)}(\..*)?").fullmatch
             left = [row for row in rows if fits(row.shared.toolchain.tileiras)]
             return [one for one in entries if fits(one.compiler)], left
         if not selector:
-            return list(entries), of_one_compiler(rows, "")
+            return list(entries), of_one_compiler(cast(Any, rows), "")
         word, arch = selector.lower(), arch_named(selector)
         if self._of_device:
             served = [one for one in entries if one.measurement and word in one.measurement.device.name.lower()]
@@ -313,7 +314,7 @@ class _Evidence:
         else:  # it names an arch, or a GPU of which only estimates are known
             served = [one for one in entries if one.arch == (word if one.measurement else arch)]
             left = [row for row in rows if row.shared.device.arch == word]
-        return served, of_one_compiler(left, "")
+        return served, of_one_compiler(cast(Any, left), "")
 
 
 def _key_of(problem: Problem, shared: Circumstances, accum_mode: str) -> Key:

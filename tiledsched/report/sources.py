@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiledsched")
 T = TypeVar("T")
-MOST_PROBLEMS = 300
-"""Problems that a report is on, at most, unless it is told which."""
+MOST_PROBLEMS = 150
+"""Problems beside those that ship that a report is on, at most, unless it is told which."""
 
 
 class WithShipped:
@@ -79,11 +79,13 @@ class WithShipped:
         self._measured += Counter(
             {each: n for each, n in db.measured_problems(arch, kernel).items() if self._is_reported(each)}
         )
-        every = {*self._measured, *(entry.problem for entry in self._entries)}
-        self.left_out = max(0, len(every) - MOST_PROBLEMS) if only is None else 0
+        ship = {stored.measurement.problem for stored in self._shipped.values()}
+        ship |= {entry.problem for entry in self._entries if entry.layer == "shipped"}
+        own = {*self._measured, *(entry.problem for entry in self._entries)} - ship
+        self.left_out = max(0, len(own) - MOST_PROBLEMS) if only is None else 0
         """The number of problems that are known and not reported."""
         if self.left_out:
-            self._only = _choice(every, self._measured)
+            self._only = ship | _choice(own, self._measured)
             self._entries = [entry for entry in self._entries if entry.problem in self._only]
             self._shipped = {uid: one for uid, one in self._shipped.items() if one.measurement.problem in self._only}
             self._measured = Counter({each: n for each, n in self._measured.items() if each in self._only})

@@ -200,10 +200,11 @@ def _all_problems(report: Report, after: str) -> list[Block]:
 def _left_out(report: Report) -> str:
     """Which problems the report is on, of a database that knows more of them than a page can show."""
     known = len({one.problem for one in report.problems} | {entry.problem for entry in report.unmeasured})
+    every = plural(known + report.left_out, "problem")
     return (
-        f"The database knows {plural(known + report.left_out, 'problem')} of this kernel. This report is on {known:,} of them: "
-        "those that were measured most, and others evenly spread over the sizes. `tiledsched report --seen` is on the problems "
-        "that your programs called, and `tiledsched db query` finds the others."
+        f"{every} of this kernel are known. This report is on {known:,} of them: those that ship, those that were measured most, "
+        "and others evenly spread over the sizes. `tiledsched report --seen` is on the problems that your programs called, and "
+        "`tiledsched db query` finds the others."
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import func, select
@@ -24,6 +24,9 @@ from tiledsched.store.models import DeviceRow, MeasurementRow, ProblemRow
 from tiledsched.store.reading import UNDISTURBED, Circumstances, WithoutSamples, columns_of, matching, plain_texts
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, in_utc, read_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 UNTIMED = ("samples_us", "accuracy", "arch")
 """Columns of measurements that say nothing of a time."""
@@ -157,7 +160,7 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
     return sorted(compared, key=lambda one: (one.device_name, one.problem, one.accum_mode))
 
 
-class TimedRow(NamedTuple):
+class _Timed(NamedTuple):
     """What a measurement says of the time of a program, of whose problem everybody knows."""
 
     schedule: Schedule
@@ -177,17 +180,8 @@ class TimedRow(NamedTuple):
     run_id: int | None = None
     """The run that took it; None when imported."""
 
-    # What `tiledsched.store.evidence` asks a stored measurement for, of measurements of one problem.
-    measurement = property(lambda self: self)
-    samples_us = property(lambda self: range(self.samples))
-    problem = property(lambda self: None)
-    device = property(lambda self: self.shared.device)
-    regime = property(lambda self: self.shared.regime)
-    conditions = property(lambda self: self.shared.conditions)
-    toolchain = property(lambda self: self.shared.toolchain)
-
     @classmethod
-    def of(cls, stored: StoredMeasurement) -> TimedRow:
+    def of(cls, stored: StoredMeasurement) -> Self:
         """What a whole measurement says."""
         own = stored.measurement
         shared = Circumstances(own.conditions, own.device, stored.toolchain, stored.source_hash, own.runner, own.regime)
@@ -202,6 +196,19 @@ class TimedRow(NamedTuple):
             stored.created_at,
             stored.run_id,
         )
+
+
+class TimedRow(_Timed):
+    """A row that :mod:`tiledsched.store.evidence` takes like a stored measurement, among those of one problem."""
+
+    __slots__ = ()
+    measurement = property(lambda self: self)
+    samples_us = property(lambda self: range(self.samples))
+    problem = property(lambda self: None)
+    device = property(lambda self: self.shared.device)
+    regime = property(lambda self: self.shared.regime)
+    conditions = property(lambda self: self.shared.conditions)
+    toolchain = property(lambda self: self.shared.toolchain)
 
 
 class TimedRows:
@@ -277,8 +284,10 @@ class TimedRows:
         wanted = [row.run_id.is_not(None), *self._wanted]
         newest = select(row.run_id).where(*wanted).order_by(row.created_at.desc(), row.run_id.desc()).limit(1)
         number = self._session.scalar(newest)
-        return number and self._session.scalar(
-            select(func.min(row.created_at)).where(row.run_id == number, *self._wanted)
+        return (
+            None
+            if number is None
+            else self._session.scalar(select(func.min(row.created_at)).where(row.run_id == number, *self._wanted))
         )
 
     def _made(self, row: Any) -> tuple[Problem, TimedRow | None]:
