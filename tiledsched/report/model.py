@@ -109,6 +109,7 @@ def build_report(
         regime=regime,
         device_name=device_name or "",
         elsewhere=reading.found - reading.taken,
+        left_out=db.left_out if isinstance(db, WithShipped) else 0,
         measured=_section(MEASURED, measured, tile),
         modelled=_section(MODELLED, [_with_error(one, arch) for one in modelled], tile),
         unmeasured=tuple(

@@ -403,6 +403,8 @@ class Report:
     """The only device in the report; empty where all devices of the arch are."""
     elsewhere: int
     """Number of measurements on this arch that were left out because of their regime, device, compiler or way of timing."""
+    left_out: int
+    """Number of problems that are known and not in the report, because there are too many."""
     measured: Section
     """Problems with measurements."""
     modelled: Section
