@@ -272,11 +272,13 @@ def test_a_row_that_cannot_be_read_is_said(db, tmp_path, statement):
         db.entries()
 
 
-def test_a_schema_of_no_version_is_said(db, tmp_path):
-    """And measurements of one sample are sound; JSON may say 7 for 7.0."""
-    hopeless = measurement(7.0, samples_us=(7,), ci_low_us=7.0, ci_high_us=7.0, accuracy=None)
+def test_measurements_of_one_sample_are_sound(db):
+    hopeless = measurement(7.0, samples_us=(7,), ci_low_us=7.0, ci_high_us=7.0, accuracy=None)  # JSON may say 7 for 7.0
     db.record_measurement(None, "attention", "abc", TOOLCHAIN, hopeless)
     assert db.check() == []
+
+
+def test_a_schema_of_no_version_is_said(db, tmp_path):
     damage(tmp_path / "tuning.db", "UPDATE tiledsched_schema SET version_num = x'78'")
     with pytest.raises(DatabaseError, match="schema"):
         TuningDB.open(tmp_path / "tuning.db", read_only=True)
