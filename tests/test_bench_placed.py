@@ -20,13 +20,11 @@ from test_rivals_timed import process  # noqa: F401
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.errors import LaunchError, UnsupportedError
 from tiledsched.core.rivals import call_on
-from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention import backends as rivals
+from tiledsched.kernels.attention import Attention, backends
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.measure.arrays import ProblemArrays
 from tiledsched.measure.torch_arrays import as_tensors
-from tiledsched.ops import plans
-from tiledsched.ops import sdpa as serve
+from tiledsched.ops import plans, sdpa
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
 from tiledsched.rivals.bench import details
@@ -34,7 +32,7 @@ from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case
 from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)
-FLASH_4, VARLEN = rivals.FLASH_4, rivals.TORCH_VARLEN
+FLASH_4, VARLEN = backends.FLASH_4, backends.TORCH_VARLEN
 
 
 def problem(**more):
@@ -85,7 +83,7 @@ def others(monkeypatch):
     from torch.nn.attention import flex_attention as flex
 
     install_flash_4(monkeypatch, _flash_attn_fwd=flash)
-    monkeypatch.setattr(rivals, "torch_operator", lambda name: varlen)
+    monkeypatch.setattr(backends, "torch_operator", lambda name: varlen)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: None)
@@ -158,7 +156,7 @@ def test_what_was_wrong_in_one_sequence_is_seen(cuda, launches, others, monkeypa
         whole = torch.tensor([0, len(q)], dtype=torch.int32)
         return varlen(q, k, v, whole, whole, *more[1:], **named)
 
-    monkeypatch.setattr(rivals, "torch_operator", lambda name: unaware)
+    monkeypatch.setattr(backends, "torch_operator", lambda name: unaware)
     rows = cell([METHODS[VARLEN]], problem=PACKED[1])
     assert rows[VARLEN].status.startswith("wrong result: relative error")
 
@@ -167,11 +165,11 @@ def test_what_was_wrong_in_one_sequence_is_seen(cuda, launches, others, monkeypa
 
 
 def test_rivals_are_those_that_know_it(others) -> None:
-    assert [set(rivals.raced(each)) for each in PACKED] == [{VARLEN, FLASH_4}] * 3
-    assert [set(rivals.raced(each)) for each in (ODD, *PAGED, MIXED)] == [{FLASH_4}] * 5
-    assert not rivals.raced(TOP_LEFT)
-    assert not rivals.raced(PACKED[0].replace(lse=True))
-    assert not rivals.raced(paged(seq_q=40, alignment="top_left"))
+    assert [set(backends.raced(each)) for each in PACKED] == [{VARLEN, FLASH_4}] * 3
+    assert [set(backends.raced(each)) for each in (ODD, *PAGED, MIXED)] == [{FLASH_4}] * 5
+    assert not backends.raced(TOP_LEFT)
+    assert not backends.raced(PACKED[0].replace(lse=True))
+    assert not backends.raced(paged(seq_q=40, alignment="top_left"))
 
 
 def test_an_older_flash_attention_4_that_knows_no_pages_refuses_them(others, monkeypatch) -> None:
@@ -180,20 +178,20 @@ def test_an_older_flash_attention_4_that_knows_no_pages_refuses_them(others, mon
     monkeypatch.delattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_fwd")
     monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", older, raising=False)
     with pytest.raises(UnsupportedError, match="does not take page_table"):
-        rivals.flash_attention_4(PAGED[0])
-    assert FLASH_4 in rivals.raced(PACKED[0])
+        backends.flash_attention_4(PAGED[0])
+    assert FLASH_4 in backends.raced(PACKED[0])
 
 
 def test_torchs_operator_is_called_by_its_schema(monkeypatch) -> None:
     """It runs on GPUs only: here the arguments must be what torch's schema says."""
-    schema = [each.name for each in rivals.torch_operator("_flash_attention_forward")._schema.arguments]
+    schema = [each.name for each in backends.torch_operator("_flash_attention_forward")._schema.arguments]
     called = []
     monkeypatch.setattr(
-        rivals, "torch_operator", lambda name: lambda *a, **k: called.append((a, k)) or [torch.zeros(60, 4, 16)]
+        backends, "torch_operator", lambda name: lambda *a, **k: called.append((a, k)) or [torch.zeros(60, 4, 16)]
     )
     q, offsets = torch.zeros(1, 4, 60, 16), torch.tensor([0, 20, 60])
     for p in (PACKED[1].replace(packed=2), PACKED[1].replace(packed=2, window=5, window_right=2)):
-        rivals.torch_varlen(p, 0.3).bind(q, q, q, offsets, offsets)()
+        backends.torch_varlen(p, 0.3).bind(q, q, q, offsets, offsets)()
     plain, window = ({**dict(zip(schema, given, strict=False)), **named} for given, named in called)
     assert set(plain) | set(window) <= set(schema)
     assert (plain["max_q"], plain["max_k"], plain["is_causal"], plain["scale"]) == (40, 40, True, 0.3)
@@ -207,7 +205,7 @@ def test_the_inputs_that_bring_out_mistakes_hold_empty_sequences_and_rivals_are_
     cases = ProblemArrays(Attention, numpy, p, list(make_cases(Attention, numpy, numpy.random.default_rng(0), p))).cases
     odd = cases[1].inputs
     assert 0 in (odd["Lengths"] if p.page else numpy.diff(odd["CuQ"]))
-    for name, function in rivals.raced(p).items():
+    for name, function in backends.raced(p).items():
         for case in cases:
             out = call_on(function, as_tensors(torch, p, case.inputs))()
             torch.testing.assert_close(out.double().numpy(), case.expected[0], rtol=1e-2, atol=0.05, msg=name)
@@ -265,7 +263,7 @@ def served(launches, others, faster):
             return dataclasses.replace(super().resolve(problem, *given), rivals=offers)
 
     launches.runtime.load_table = lambda settings, **given: WithRival([], Attention, rivals=True)
-    serve.reload()
+    sdpa.reload()
     return launches
 
 
@@ -336,7 +334,7 @@ def test_a_graph_holds_a_rival_only_once_it_has_run(served) -> None:
     with capturing():
         sdpa_varlen(q, k, v, OFFSETS.int(), None, 43, causal=True)
     assert (len(served), len(FLASH_CALLS)) == (2, 2)
-    serve.reload()
+    sdpa.reload()
     with capturing(), pytest.raises(LaunchError, match="call sdpa once"):
         sdpa_varlen(q, k, v, OFFSETS.int(), causal="top_left", window=9)  # none has run
 

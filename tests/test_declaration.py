@@ -13,8 +13,7 @@ import pytest
 
 import tiledsched as ts
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core import launches
-from tiledsched.core import registry as kernel_names
+from tiledsched.core import launches, registry
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
 from tiledsched.core.registry import kernel_named, problem_from_json
@@ -29,10 +28,10 @@ DEVICE = arch_spec("sm_90")
 @pytest.fixture(autouse=True)
 def own_names():
     """What a test declares is known to that test alone."""
-    before = dict(kernel_names._known)
+    before = dict(registry._known)
     yield
-    kernel_names._known.clear()
-    kernel_names._known.update(before)
+    registry._known.clear()
+    registry._known.update(before)
 
 
 def scale_rows(X, Out, factor: float, columns, TILE: ct.Constant[int]):

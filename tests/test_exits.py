@@ -24,7 +24,7 @@ from store_samples import fill
 
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
-from tiledsched.cli import main
+from tiledsched.cli import _Stderr, main
 from tiledsched.cli.output import table_lines
 from tiledsched.cli.progress import TuneProgress
 from tiledsched.core import config, fields, files, problem, processes, registry, space_files
@@ -114,8 +114,6 @@ def test_a_damaged_row_is_told_in_plain_text(home, capsys, caplog):
 
 def test_logs_and_errors_are_plain(home, cli):
     assert is_plain(cli(["db", "import", str(home / f"x{ODD.replace(chr(0), '')}.json")], code=2).err)
-    from tiledsched.cli import _Stderr
-
     assert is_plain(_Stderr().format(logging.makeLogRecord({"msg": ODD})))
 
 

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from tiledsched.cli import main
 from tiledsched.core.config import load_settings
@@ -89,16 +88,18 @@ def test_what_constraints_need_is_taken(text) -> None:
 
 
 @given(
-    st.recursive(
-        st.sampled_from(["tile_m", "tile_n", "dtype", "0", "1", "9223372036854775807", "'float16'", "()", "True"]),
-        lambda inner: st.one_of(
-            st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%", "<", "==", "in", "and", "or"]), inner).map(
-                " ".join
-            ),
-            st.tuples(inner, inner).map(lambda pair: f"({pair[0]}, {pair[1]})"),
+    strategies.recursive(
+        strategies.sampled_from(
+            ["tile_m", "tile_n", "dtype", "0", "1", "9223372036854775807", "'float16'", "()", "True"]
+        ),
+        lambda inner: strategies.one_of(
+            strategies.tuples(
+                inner, strategies.sampled_from(["+", "-", "*", "//", "%", "<", "==", "in", "and", "or"]), inner
+            ).map(" ".join),
+            strategies.tuples(inner, inner).map(lambda pair: f"({pair[0]}, {pair[1]})"),
             inner.map("({})".format),
             inner.map("-{}".format),
-            st.tuples(inner, inner, inner).map("({0[0]} if {0[1]} else {0[2]})".format),
+            strategies.tuples(inner, inner, inner).map("({0[0]} if {0[1]} else {0[2]})".format),
         ),
         max_leaves=25,
     )

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy
 import pytest
 from attention_runs import attention_reference
+from bad_kernels import build, slow, stray
 
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import read_artifact
@@ -212,8 +213,6 @@ def test_killed_and_corrupt_cost_one_candidate(runner) -> None:
 
 @pytest.mark.compiler
 def test_a_stray_write_costs_one_candidate(runner) -> None:
-    from bad_kernels import build, stray
-
     runner.begin(SMALL)
     good = candidate(SMALL)
     bad = Candidate(schedule=good.schedule, artifact=build(stray, SMALL, arch()))
@@ -225,8 +224,6 @@ def test_a_stray_write_costs_one_candidate(runner) -> None:
 
 @pytest.mark.compiler
 def test_a_kernel_that_takes_too_long_is_killed() -> None:
-    from bad_kernels import build, slow
-
     with closing(GpuRunner(kernel_named("attention"), timeouts=Timeouts(probe_s=4.0))) as runner:
         runner.begin(SMALL)
         good, started = candidate(SMALL), time.monotonic()

@@ -6,8 +6,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import cuda.tile as ct
 import pytest
 from cubins import ARCH, CUBINS, HOSTS, MADE, REFERENCE
+from cuda.tile import _compile
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.build.cubin import host_instructions, is_whole, join, parts, read_artifact
@@ -77,7 +79,6 @@ cp "${{0%/*}}/$host" "$3"
 @pytest.fixture
 def tileiras(tmp_path, monkeypatch):
     """Puts a stand-in for tileiras in its place, and returns the file that it notes its arguments in."""
-    from cuda.tile import _compile
 
     def put(*, knows: bool = True, default: str = "x86_64") -> Path:
         path = tmp_path / "bin" / "tileiras"
@@ -95,8 +96,6 @@ def tileiras(tmp_path, monkeypatch):
 
 def run_for(host: str, folder: Path) -> tuple[bytes, list[bytes]]:
     """What tileiras writes for hosts of an architecture, and the host code of the reference that was made beside."""
-    from cuda.tile import _compile
-
     with for_host(host, folder / "known") as references:
         _compile._find_compiler_bin().run(["in", "-o", str(folder / "out")], ["--gpu-name", ARCH])
     return (folder / "out").read_bytes(), references
@@ -128,7 +127,6 @@ def test_a_compiler_that_cannot_be_told_builds_for_its_own_host(tileiras, tmp_pa
 
 def test_what_cutiles_cache_has_for_other_hosts_is_compiled_anew(monkeypatch, tmp_path) -> None:
     """The cache is left out meanwhile; what still is for another host is not launched."""
-    import cuda.tile as ct
     from cuda.tile._cext import default_tile_context as context
 
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))

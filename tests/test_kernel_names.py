@@ -18,9 +18,10 @@ from test_refresh import put_measured, toolchain
 
 import tiledsched as ts
 from tiledsched import doctor
+from tiledsched.build.compiler import BuildTask, compile_schedule, prepare_process
+from tiledsched.build.pool import BuildPool
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core import launches
-from tiledsched.core import registry as kernel_names
+from tiledsched.core import launches, registry
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.registry import kernel_named, load_kernel
@@ -104,9 +105,6 @@ def test_a_file_that_breaks_says_where(tmp_path):
 
 @pytest.mark.compiler
 def test_another_process_compiles_a_kernel_of_a_file(file):
-    from tiledsched.build.compiler import BuildTask
-    from tiledsched.build.pool import BuildPool
-
     (file.parent / "beside_it.py").write_text("BY = 2\n")
     file.write_text(
         FILE.replace("import tiledsched as ts", "import tiledsched as ts\nfrom beside_it import BY").replace(
@@ -132,7 +130,7 @@ def test_an_installed_package_ships_kernels_by_name(monkeypatch, file, tmp_path)
         FILE.replace("size = ts.dim()", 'name = "doubled by shipping"\n    size = ts.dim()')
     )
     monkeypatch.syspath_prepend(tmp_path)
-    point = importlib.metadata.EntryPoint("doubled by shipping", "shipping.kernels:Doubled", kernel_names.ENTRY_POINTS)
+    point = importlib.metadata.EntryPoint("doubled by shipping", "shipping.kernels:Doubled", registry.ENTRY_POINTS)
     asked = []
 
     def entry_points(*, group):
@@ -140,7 +138,7 @@ def test_an_installed_package_ships_kernels_by_name(monkeypatch, file, tmp_path)
         return [point]
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    kernel_names.installed_entry_points.cache_clear()
+    registry.installed_entry_points.cache_clear()
     found = load_kernel("doubled by shipping")
     assert found.locator() == "shipping.kernels:Doubled"
     assert asked == ["tiledsched.kernels"]
@@ -149,7 +147,7 @@ def test_an_installed_package_ships_kernels_by_name(monkeypatch, file, tmp_path)
         with pytest.raises(ConfigError, match="'tripled' is not known here"):
             kernel_named("tripled")
     assert asked == ["tiledsched.kernels"]  # packages are not looked through again
-    kernel_names.installed_entry_points.cache_clear()
+    registry.installed_entry_points.cache_clear()
 
 
 def test_problems_are_pickled_by_value():
@@ -224,8 +222,6 @@ def test_the_documented_example_is_right(tmp_path):
 
 @pytest.mark.compiler
 def test_the_documented_example_compiles(tmp_path):
-    from tiledsched.build.compiler import compile_schedule, prepare_process
-
     prepare_process()
     kernel = documented(tmp_path)
     p = kernel.suite("llama")[0]
@@ -408,7 +404,7 @@ class Doubled(ts.Kernel):
     )
     (tmp_path / "torch.py").write_text("def twice(x):\n    return 2 * x\n")  # the real one can be imported only once
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(kernel_names.BESIDE, str(tmp_path), {})
+    monkeypatch.setitem(registry.BESIDE, str(tmp_path), {})
     with monkeypatch.context() as alone:
         alone.syspath_prepend(str(tmp_path))
         alone.setitem(sys.modules, "torch", None)  # as in processes that compile

@@ -11,8 +11,7 @@ from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention import model as static
+from tiledsched.kernels.attention import Attention, model
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, tile_steps
 
 PLAIN = Schedule(
@@ -177,17 +176,17 @@ def test_what_the_flush_wrote_is_written_back_meanwhile() -> None:
     reads = Attention.problem(seq_q=1, seq_k=4096, head_dim=128, dtype="bfloat16", batch=8, heads=32, kv_heads=8)
     us = (
         modelled(reads, tile_n=128, pack_gqa=True, kv_splits=4, kv_combine="launch")
-        - static.LAUNCH_US
-        - static.COMBINE_US
+        - model.LAUNCH_US
+        - model.COMBINE_US
     )
-    least = (reads.min_bytes + spec.l2_bytes) / (static.DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
+    least = (reads.min_bytes + spec.l2_bytes) / (model.DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
     assert least < us < 1.2 * least
 
 
 def test_the_swizzle_is_the_kernels() -> None:
     from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS
 
-    assert static.SWIZZLE_PAIRS == SWIZZLE_PAIRS
+    assert model.SWIZZLE_PAIRS == SWIZZLE_PAIRS
 
 
 def test_keys_that_overflow_the_cache_cost_where_every_head_is_in_flight():
@@ -318,7 +317,7 @@ class TestPlacement:
             "extra": 1.0,
         }
         exact = busy_steps(**arguments)[:, 1:].sum(axis=1).max()
-        monkeypatch.setattr(static, "EXACT_BLOCKS", 100)
+        monkeypatch.setattr(model, "EXACT_BLOCKS", 100)
         level = busy_steps.__wrapped__(**arguments)[:, 1:].sum(axis=1).max()
         assert level == pytest.approx(exact, rel=0.05)
 
