@@ -123,17 +123,6 @@ def test_every_method_computes_it_or_refuses_in_a_line(cuda, launches, others, p
     assert said["provenance"] in ("default", "modelled", "transferred")
 
 
-def test_rows_tell_of_every_method(cuda, others) -> None:  # noqa: F811
-    rows = cell((METHODS[name] for name in (FLASH_4, VARLEN, "eager")), problem=PACKED[1])
-    assert [row.status for row in rows.values()] == [
-        "ok",
-        "ok",
-        "not served: it knows no packed sequences, and no pages",
-    ]
-    assert rows[FLASH_4].compared == "16/16"
-    assert 0 < rows[VARLEN].rel_err < 1e-3
-
-
 @pytest.mark.parametrize("p", [PACKED[1], PAGED[0]], ids=str)
 def test_rows_lie_before_heads_and_nothing_is_copied(cuda, others, p) -> None:  # noqa: F811
     arrays = make_case(torch, sys.modules["cupy"], p).arrays
