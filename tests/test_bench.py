@@ -113,6 +113,8 @@ def test_samples_of_each_method_are_spread_over_the_whole_run() -> None:
     assert [order.count(index) for index in range(3)] == [20, 20, 4]
     assert all(order[start : start + 11].count(2) in (0, 1, 2) for start in range(0, 44, 11))
     assert order != spread_evenly([20, 20, 4], random.Random(2))
+    places = [spread_evenly([1, 100], random.Random(seed)).index(0) for seed in range(20)]
+    assert min(places) < 30 < 70 < max(places)
     rounds = spread_evenly([5, 5], random.Random(3))
     assert [sorted(rounds[start : start + 2]) for start in range(0, 10, 2)] == [[0, 1]] * 5
 

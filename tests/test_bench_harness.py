@@ -243,7 +243,14 @@ def test_short_calls_are_graphs_when_sustained_and_calls_that_cannot_be_captured
 
         return call
 
-    auto, eager = cell([METHODS["torch_auto"], made(make, "eager")], "sustained").values()
+    told = []
+    monkeypatch.setattr("tiledsched.rivals.bench.details", lambda *given, captured, **more: told.append(captured) or {})
+    methods = [METHODS["torch_auto"], made(make, "eager")]
+    graph, call = harness().prepare(PROBLEM, methods, "sustained").ready
+    assert (graph.launches, call.launches) == (20, 0)
+    assert graph.trial.look_us > 20  # of all calls of a graph together
+    auto, eager = cell(methods, "sustained").values()
+    assert told == [True, False] * 2
     assert (auto.conditions.graph_launches, eager.conditions.graph_launches) == (20, 0)
     assert (auto.status, eager.status) == ("ok", "ok")
     assert cell([METHODS["torch_auto"]])["torch_auto"].conditions.graph_launches == 0  # burst

@@ -102,14 +102,18 @@ def test_a_long_kernel_that_slows_where_it_rests_less_is_timed_farther_apart(mon
     assert [(trial.gap_ms, trial.median_us) for trial in trials] == [(20.0, 6600.0), (40.0, 6000.0)]
 
 
-def test_without_a_steady_gap_the_calmest_counts() -> None:
-    def trial(gap_ms, median_us, spread):
-        return GapTrial(gap_ms=gap_ms, median_us=median_us, spread=spread, sm_clock_mhz=0)
-
-    assert steady_gap([trial(2, 100.0, 0.05), trial(5, 100.0, 0.02), trial(10, 100.0, 0.03)]).gap_ms == 5
-    moving = [trial(2, 110.0, 0.004), trial(5, 100.0, 0.004), trial(10, 100.0, 0.003)]
-    assert steady_gap(moving).gap_ms == 5  # at 2 ms it is calm, and 10% slower
-    assert steady_gap([trial(10, 100.0, 0.5)]).gap_ms == 10
+@pytest.mark.parametrize(
+    ("trials", "gap_ms"),
+    [
+        ([(2, 100.0, 0.05), (5, 100.0, 0.02), (10, 100.0, 0.03)], 5),
+        ([(2, 110.0, 0.004), (5, 100.0, 0.004), (10, 100.0, 0.003)], 5),  # at 2 ms it is calm, and 10% slower
+        ([(10, 100.0, 0.5)], 10),
+    ],
+)
+def test_without_a_steady_gap_the_calmest_counts(trials, gap_ms) -> None:
+    """Of each trial: its gap in ms, its median in us and its spread."""
+    made = [GapTrial(gap_ms=gap, median_us=us, spread=spread, sm_clock_mhz=0) for gap, us, spread in trials]
+    assert steady_gap(made).gap_ms == gap_ms
 
 
 def test_sustained_keeps_a_round_queued_and_counts_only_warm_samples() -> None:
