@@ -1,8 +1,12 @@
-"""Machine code for hosts of several architectures: never launched on another, and known as one program."""
+"""Machine code for hosts of several architectures, known as one program; and that launches look for what was built ahead."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,3 +178,31 @@ def test_evidence_of_x86_64_hosts_holds_on_aarch64(tmp_path, monkeypatch) -> Non
     )  # among those that take the least time to build
     for host in HOSTS:
         assert compile_schedule(Attention, entry.problem, entry.schedule, ARCH, host).fingerprint == entry.fingerprint
+
+
+# Programs built ahead are those that launches look for: by cuTile's own launcher, on a driver that launches nothing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("cc") and sys.platform == "linux"), reason="needs a C compiler")
+def test_what_a_launch_looks_for_is_what_was_built_ahead(tmp_path) -> None:
+    """Of kernels without constant sizes a launch takes an older calling convention than a build; and of scratch memory with one
+    element it takes each stride for a constant."""
+    pytest.importorskip("torch")
+    here, driver = Path(__file__).parent, tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-w", "-shared", "-fPIC", "-o", str(driver), str(here / "fake_driver.c")], check=True)
+    settings = {"COMPILE": "wait", "RIVALS": "off", "FALLBACK": "error", "DB": tmp_path / "none.db", "CACHE": tmp_path}
+    environment = os.environ | {f"TILEDSCHED_{name}": str(value) for name, value in settings.items()}
+    environment |= {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(here / "launched_programs.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    launched = json.loads(done.stdout.splitlines()[-1])
+    assert {name for name, _, _ in launched} >= {
+        "attention",
+        "attention_backward",
+        "matmul",
+        "grouped_matmul",
+        "rms_norm",
+    }
+    assert [(name, place) for name, place, same in launched if not same] == []
