@@ -143,6 +143,18 @@ def fresh():
     serve.reload()
 
 
+@pytest.fixture
+def serve(monkeypatch):
+    """The module of `sdpa`, which refuses what it does not serve, so that a test which passes was served."""
+    from tiledsched.ops import sdpa as module
+
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
+    module.reload()
+    yield module
+    monkeypatch.delenv("TILEDSCHED_FALLBACK", raising=False)
+    module.reload()
+
+
 @lru_cache
 def shipped_entries(table: Path, changed_ns: int) -> list[Entry]:
     """The entries of a table that ships, read once for the hundreds of tests that serve from it."""
