@@ -15,7 +15,7 @@ from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import space_for
-from tiledsched.serve.entries import load_table
+from tiledsched.serve.entries import load_entries, load_table
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.session import Session
@@ -156,3 +156,15 @@ def test_explain_is_for_the_gpu_here(kernel, monkeypatch, capsys) -> None:
     monkeypatch.setattr("tiledsched.cli.app.Invocation.gpus", lambda self: [dataclasses.replace(H200, name="Another")])
     assert main(["explain", f"{kernel.locator()}", "--arch", "sm_90", "-p", "rows=4096"]) == 0
     assert "provenance  transferred: this problem was measured on NVIDIA H200" in capsys.readouterr().out
+
+
+def test_a_copy_of_a_kernels_entries_is_read_while_the_database_stays(kernel, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.serve.entries.SETTLED_NS", 0)
+    tune(kernel, [kernel.problem(rows=4096)], Slow(), budget_s=0.0)
+    first, folder = load_entries(load_settings(), kernel=kernel), tmp_path / "cache" / "entries"
+    copies = list(folder.iterdir())
+    assert load_entries(load_settings())
+    assert list(folder.iterdir()) == copies != []  # of all kernels together nothing is copied
+    with monkeypatch.context() as patch:
+        patch.setattr(TuningDB, "open", lambda *given, **more: pytest.fail("the database was read"))
+        assert load_entries(load_settings(), kernel=kernel) == first
