@@ -46,11 +46,11 @@ class Printed(NamedTuple):
 
 @pytest.fixture
 def cli(capsys):
-    """Run the command line: check the exit code, and return what was printed."""
+    """Run the command line, given as words or as one text: check the exit code, and return what was printed."""
     from tiledsched.cli import main
 
     def run(words, *, code: int = 0, **fakes) -> Printed:
-        assert main(words, **fakes) == code
+        assert main(words.split() if isinstance(words, str) else words, **fakes) == code
         return Printed(*capsys.readouterr())
 
     return run

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, add_builds, add_times, build_of, plain, taken
 
-from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind
 from tiledsched.core.fields import knob
 from tiledsched.core.registry import problem_from_json
@@ -235,10 +234,10 @@ def test_what_cannot_be_exported_is_said(db, landscape, tmp_path) -> None:
         kernel_tuner_cache(landscape())
 
 
-def test_the_command_writes_them(db, tmp_path, capsys) -> None:
+def test_the_command_writes_them(db, tmp_path, cli) -> None:
     where = ["--db", str(tmp_path / "tuning.db"), "--landscapes", str(tmp_path / "out")]
     for form in ("tiledsched", "t4", "kernel-tuner-cache"):
-        assert main(["db", "export", *where, "--format", form]) == 0
+        said = cli(["db", "export", *where, "--format", form])
     stem = "h200_burst_s4096_d64_float16_full_b4_h32"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         f"{stem}.json.xz",
@@ -249,25 +248,21 @@ def test_the_command_writes_them(db, tmp_path, capsys) -> None:
     cache = (tmp_path / "out" / f"{stem}.cache.json").read_text()
     assert cache.endswith("}\n}")  # else Kernel Tuner's dashboard closes the file once more, and cannot read it
     assert json.loads(cache)["kernel_name"] == "attention"
-    assert f"{stem}.cache.json" in capsys.readouterr().out
-    assert main(["db", "export", "--db", str(tmp_path / "tuning.db"), "--format", "t4"]) == 2
-    assert "--landscapes" in capsys.readouterr().err
+    assert f"{stem}.cache.json" in said.out
+    assert "--landscapes" in cli(["db", "export", "--db", str(tmp_path / "tuning.db"), "--format", "t4"], code=2).err
 
 
 # And back
 
 
 @pytest.mark.parametrize("form", ["t4", "tiledsched"])
-def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, capsys) -> None:
+def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, cli) -> None:
     failed(db, plain(32, 32), FailureKind.COMPILE_ERROR)
     out = tmp_path / "out"
-    assert (
-        main(["db", "export", "--db", db.url.removeprefix("sqlite:///"), "--landscapes", str(out), "--format", form])
-        == 0
-    )
+    cli(["db", "export", "--db", db.url.removeprefix("sqlite:///"), "--landscapes", str(out), "--format", form])
     files = sorted(map(str, out.iterdir()))
     for _ in range(2):  # the second time everything is known
-        assert main(["db", "import", *files, "--db", str(tmp_path / "other.db")]) == 0
+        cli(["db", "import", *files, "--db", str(tmp_path / "other.db")])
     with TuningDB.open(tmp_path / "other.db") as other:
         for each, path in ((db, tmp_path / "one.json"), (other, tmp_path / "other.json")):
             export_landscape(each, path, PROBLEM, DEVICE.name, "burst", full=True)
@@ -276,18 +271,18 @@ def test_what_was_written_is_read_again_without_loss(form, db, tmp_path, capsys)
         assert other.check() == []
 
 
-def test_a_full_landscape_holds_what_was_measured_before(db, tmp_path, capsys) -> None:
+def test_a_full_landscape_holds_what_was_measured_before(db, tmp_path, cli) -> None:
     add_times(db, {FASTEST: 104.0}, fingerprints={FASTEST: "a" * 24})
     for name, more, rows in (("newest", [], 2), ("all", ["--full"], 3)):
         command = ["db", "export", "--db", db.url.removeprefix("sqlite:///"), "--landscapes", str(tmp_path / name)]
-        assert main([*command, *more]) == 0
+        cli([*command, *more])
         (file,) = (tmp_path / name).iterdir()
         assert len(read_table(file).measurements) == rows
-    assert main(["db", "export", "--full"]) == 2
-    assert main(["db", "export", "--landscapes", str(tmp_path / "x"), "--full", "--format", "t4"]) == 2
+    cli(["db", "export", "--full"], code=2)
+    cli(["db", "export", "--landscapes", str(tmp_path / "x"), "--full", "--format", "t4"], code=2)
 
 
-def test_times_without_machine_code_are_no_evidence(landscape, tmp_path, capsys) -> None:
+def test_times_without_machine_code_are_no_evidence(landscape, tmp_path, cli) -> None:
     without, changed = t4_results(landscape()), t4_results(landscape())
     for each in without["results"]:
         each["measurements"] = [one for one in each["measurements"] if one["name"] != "tiledsched"]
@@ -300,11 +295,10 @@ def test_times_without_machine_code_are_no_evidence(landscape, tmp_path, capsys)
         ("x.csv", "uid,fingerprint,schedule.tile_m,median_us\n1,2,128,3.5\n", ("is not JSON", "tune --candidates")),
     ):
         (tmp_path / name).write_text(text)
-        assert main(["db", "import", str(tmp_path / name), "--db", str(tmp_path / "other.db")]) == 2
-        said = capsys.readouterr().err
+        said = cli(["db", "import", str(tmp_path / name), "--db", str(tmp_path / "other.db")], code=2).err
         assert all(each in said for each in (name, *words))
-    assert main(["db", "export", "--landscapes", str(tmp_path), "--format", "csv"]) == 2
-    assert "--format csv is gone; use --format tiledsched" in capsys.readouterr().err
+    gone = cli(["db", "export", "--landscapes", str(tmp_path), "--format", "csv"], code=2).err
+    assert "--format csv is gone; use --format tiledsched" in gone
 
 
 KNOBS = {

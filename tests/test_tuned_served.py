@@ -9,7 +9,6 @@ import time
 import pytest
 from test_seen import H200, SCALE, Machine
 
-from tiledsched.cli import main
 from tiledsched.cli.tuned_output import print_tuned
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, FailureKind
@@ -150,12 +149,12 @@ def test_a_choice_of_the_model_does_not_stand_for_a_measured_one(kernel, capsys)
     check_served(report, machine, capsys)
 
 
-def test_explain_is_for_the_gpu_here(kernel, monkeypatch, capsys) -> None:
+def test_explain_is_for_the_gpu_here(kernel, monkeypatch, cli) -> None:
     problem = kernel.problem(rows=4096)
     tune(kernel, [problem], Slow(gpu=True), effort="quick", rivals="off")
     monkeypatch.setattr("tiledsched.cli.app.Invocation.gpus", lambda self: [dataclasses.replace(H200, name="Another")])
-    assert main(["explain", f"{kernel.locator()}", "--arch", "sm_90", "-p", "rows=4096"]) == 0
-    assert "provenance  transferred: this problem was measured on NVIDIA H200" in capsys.readouterr().out
+    said = cli(["explain", kernel.locator(), "--arch", "sm_90", "-p", "rows=4096"]).out
+    assert "provenance  transferred: this problem was measured on NVIDIA H200" in said
 
 
 def test_a_copy_of_a_kernels_entries_is_read_while_the_database_stays(kernel, tmp_path, monkeypatch) -> None:
