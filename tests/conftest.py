@@ -173,3 +173,12 @@ def quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@pytest.fixture
+def left_to_torch(quiet):
+    """What our kernels do not serve, torch does."""
+    from tiledsched import configure
+
+    with configure(fallback="torch"):
+        yield

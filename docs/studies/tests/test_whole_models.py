@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-@pytest.fixture(autouse=True)
-def serving(monkeypatch, tmp_path):
-    """Nothing is tuned, and what goes to torch is not worth a warning here."""
-    from tiledsched.ops import sdpa as module
+from test_integrations import serving, transformers  # fixtures
 
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    module.reload()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="tiledsched")
-        yield module
-    module.reload()
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers")
-
-
+__all__ = ["serving", "transformers"]
 SMALL = {"hidden": 64, "intermediate": 96, "layers": 1, "heads": 4, "kv_heads": 1, "head_dim": 16, "vocabulary": 64}
 ON_THE_CPU = ["--device", "cpu", "--dtype", "float32", "--layers", "1", "--new-tokens", "3", "--rounds", "2"]
 
