@@ -118,17 +118,6 @@ def test_what_does_not_equal_itself_equals_nothing(kernel, unrepeatable) -> None
     assert ("from run to run" in found.entry.source) == (16 in unrepeatable)
 
 
-def test_a_budget_of_nothing_says_that_what_was_refused_was_not_timed(kernel) -> None:
-    class Eager(Numbered):
-        """Everything is built before the first look."""
-
-    tune(kernel, Eager(), numerics="same", effort="race")
-    found = tune(kernel, Eager(), numerics="same", budget_s=0.0)
-    assert found.stored
-    assert found.entry.schedule["TILE"] == 16
-    assert "no program that was checked has others" in found.entry.source or "not timed" in found.entry.source
-
-
 def test_whether_a_rival_serves_stays_as_the_numbers_do(kernel) -> None:
     first = Numbered()
     found = tune(kernel, first, effort="race", rivals="serve")

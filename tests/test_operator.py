@@ -16,7 +16,6 @@ from serve_on_cpu import changed, expected, rows_first, tensors
 from test_op import CLOSE, add_groups, group_sums, made, norm, normed, product, scale_, total, trained
 from test_sdpa_features import LENGTHS, SINKS, STARTS
 from test_sdpa_varlen import KEYS, ROWS, packed_tensors
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from torch.utils._pytree import tree_map_only
@@ -145,17 +144,6 @@ def test_export_and_tracing_record_the_operator(launches, quiet, name, strict) -
     scripted = torch.jit.trace(lambda *given: call(*given), make(24), check_trace=False)
     assert overload.name().partition(".")[0] in str(scripted.graph)
     assert torch.equal(traced(*make(24)), call(*make(24)))
-
-
-def test_fake_tensors_tell_shapes_and_strides(launches) -> None:
-    q, k, v = tensors(batch=2, heads=3, value_columns=8)
-    given = (rows_first(q), k, v)
-    real = serve.sdpa(*given, return_lse=True)
-    with FakeTensorMode() as mode:
-        fake = serve.sdpa(*map(mode.from_tensor, given), return_lse=True)
-    for ours, theirs in zip(fake, real, strict=True):
-        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
-    assert len(launches) == 1
 
 
 def test_compiled_fallbacks_keep_the_graph_whole(launches, quiet) -> None:

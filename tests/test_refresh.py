@@ -308,24 +308,6 @@ def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(db) -> None:
     assert db.check() == []
 
 
-def test_what_no_longer_builds_is_raced(db) -> None:
-    first, second = first_and_second(lambda schedule: False)
-    tuned(db, first)
-    (before,) = db.entries()
-    del second.fingerprints[before.schedule]
-    (row,) = refreshed(second).rows
-    assert row.outcome == RACED
-    assert row.now.schedule != before.schedule
-
-
-def test_a_change_of_source_is_looked_at_too(db, monkeypatch) -> None:
-    first, _ = first_and_second()
-    tuned(db, first)
-    monkeypatch.setattr(Attention, "source_hash", lambda: "another source")
-    assert [row.outcome for row in refreshed(first, gpu=False).rows] == [KEPT]
-    assert [(now.source_hash, now.compiler) for now in db.entries()] == [("another source", first.toolchain.tileiras)]
-
-
 class Races:
     """The process of the rivals: which are here in which versions, and that each takes 90 us to our 100."""
 

@@ -10,7 +10,6 @@ import threading
 import pytest
 import store_samples
 from store_samples import PROBLEM, RIVALS, entry, stored
-from test_search_tuner import LANDSCAPES, Recorded, tune
 
 from tiledsched import configure
 from tiledsched.core.errors import DatabaseError, LaunchError
@@ -208,27 +207,6 @@ def test_rivals_come_through_files_and_those_that_cannot_be_read_are_told(tmp_pa
         assert any("its rivals cannot be read" in line for line in db.check())
         with pytest.raises(DatabaseError, match="rivals"):
             db.entries()
-
-
-# A tune
-
-
-def test_a_tune_keeps_what_rivals_took_beside_the_winner(tmp_path) -> None:
-    recorded, raced = Recorded(LANDSCAPES[4]), []
-
-    def race(problem, candidate):
-        raced.append((problem, candidate))
-        return [FASTER]
-
-    with TuningDB.open(tmp_path / "tuning.db") as db:
-        result = tune(recorded, db, effort="quick", rivals=race)
-        ((problem, candidate),) = raced
-        assert problem == recorded.problem
-        assert (candidate.schedule, candidate.artifact.fingerprint) == (result.entry.schedule, result.entry.fingerprint)
-        assert db.entries(problem=problem)[0].rivals == (FASTER,)
-        again = tune(recorded, db, effort="quick", rivals=lambda problem, candidate: None)  # which could time none
-        assert again.entry.fingerprint == result.entry.fingerprint
-        assert db.entries(problem=problem)[0].rivals == (FASTER,)
 
 
 # sdpa

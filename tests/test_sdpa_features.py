@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 
 from serve_on_cpu import TOLERANCE, tensors
 
-from tiledsched import explain
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
@@ -212,9 +211,3 @@ def test_nested_tensors_are_refused(launches) -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
     with pytest.raises(UnsupportedError, match="of nested tensors are not served"):
         serve.sdpa(nested, nested, nested, softcap=3.0)
-
-
-def test_it_is_explained(launches) -> None:
-    q, k, v = tensors(batch=3, heads=4)
-    found = explain(q, k, v, causal=True, window=9, sinks=SINKS)
-    assert "window=9 +sinks" in str(found.problem)

@@ -138,17 +138,6 @@ def test_a_tune_killed_in_the_middle_names_nothing_and_the_next_one_ends(kernel,
     check_served(tune(kernel, [problem], machine, budget_s=0.0), machine, capsys)
 
 
-def test_a_choice_of_the_model_does_not_stand_for_a_measured_one(kernel, capsys) -> None:
-    """Its problem was measured, on a GPU that is not here: `tune` says what is served, and so does `explain`."""
-    problem = kernel.problem(rows=4096)
-    tune(kernel, [problem], Slow(gpu=True), effort="quick", rivals="off")
-    machine = Slow()
-    report = tune(kernel, [problem], machine)
-    (entry,) = report.entries
-    assert entry.provenance == "measured"
-    check_served(report, machine, capsys)
-
-
 def test_explain_is_for_the_gpu_here(kernel, monkeypatch, cli) -> None:
     problem = kernel.problem(rows=4096)
     tune(kernel, [problem], Slow(gpu=True), effort="quick", rivals="off")
