@@ -235,7 +235,9 @@ def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Bloc
     ]
     head = ("problem", "B / A, and both times", "best in B, and what A's has in its place")
     heading = Heading(text=f"{title} ({len(rows)})", folded=len(rows) > OPEN_ROWS)
-    return [heading, Table(head=head, rows=cells)] if rows else []
+    text = f"These are the first {MOST_DRAWN:,} of {len(rows):,} problems; comparison.csv has all."
+    more = [Paragraph(text=text)] if len(rows) > MOST_DRAWN else []
+    return [heading, *more, Table(head=head, rows=cells)] if rows else []
 
 
 def _schedules(row: Compared) -> str:
