@@ -32,7 +32,7 @@ checked after all of their knobs have values.
 """
 MOST_LISTED, MOST_CELLS = 1 << 17, 1 << 26
 """Most schedules that are listed, and most schedules times choices of all knobs: of a larger space some are drawn at random."""
-DRAWN = 1 << 12
+DRAWN = 1 << 11
 """Schedules that are drawn from a space that is too large to be listed."""
 MOST_STEPS = 1 << 20
 """Steps without a valid schedule after which a walk over a space is given up: a value that is tried, or a constraint that is
@@ -40,7 +40,7 @@ checked late.
 """
 MOST_NAMED = 32
 """Most choices of a knob that a message names."""
-TRY_STEPS = 32
+TRY_STEPS = 128
 """Steps that beginning another walk counts for."""
 RACED, NOT_REACHED = "raced", "not reached within the limits of trials, time and expected gain"
 """Outcomes of a listed candidate: it took part, or its turn never came."""
@@ -296,7 +296,7 @@ class SearchSpace:
         rng, drawn, walk = random.Random(0), dict[Schedule, None](), Walk(deadline_s)
         with suppress(WalkEndedError):
             for _ in range(2 * DRAWN):
-                if time.monotonic() > deadline_s:
+                if len(drawn) >= min(most, DRAWN) or time.monotonic() > deadline_s:
                     break
                 drawn |= dict.fromkeys(itertools.islice(self.schedules(problem, pinned=pinned, rng=rng, walk=walk), 1))
         return list(dict.fromkeys([*drawn, *found]))[: min(most, DRAWN)], False
