@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import OwnFolder
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "msedge")
 MISSING = (
@@ -30,7 +30,7 @@ def print_page(page: Path) -> Path:
         raise ConfigError(MISSING)
     file = page.resolve().with_suffix(".pdf")
     file.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as profile:
+    with OwnFolder() as profile:
         flags = [
             "--headless",
             "--disable-gpu",
