@@ -230,16 +230,36 @@ def csv_text(
     return text.getvalue()
 
 
-def others_may_change(path: str | os.PathLike[str]) -> str:
-    """By whom, other than this user and root, a file may have been written, in words; empty where by nobody.
+def others_may_change(path: str | os.PathLike[str], *, any_owner: bool = False) -> str:
+    """By whom, other than this user and root, a file may have been written, or another one been put in its place, in words; empty
+    where by nobody. All folders above it count, as for the keys of ssh; of those like /tmp, in which nobody renames what belongs
+    to others, only the owner does.
+
+    Args:
+        path: the file, or a folder.
+        any_owner: whether its owner, and those of the folders, are trusted, whoever they are.
 
     Raises:
         OSError: there is no such file.
     """
-    status = os.stat(path)
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to another user ({status.st_uid})"
-    return f"others may write it (mode {stat.S_IMODE(status.st_mode):o})" if status.st_mode & 0o022 else ""
+    place = Path(os.path.realpath(path))
+    for each in (place, *place.parents):
+        status = os.stat(each)
+        if not any_owner and status.st_uid not in (os.geteuid(), 0):
+            return f"{each} belongs to another user ({status.st_uid})"
+        if status.st_mode & 0o022 and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+            return f"others may write {each} (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder and those above it, where they are missing, so that only this user may write in them.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for each in reversed([folder, *(above for above in folder.parents if not above.exists())]):
+        each.mkdir(0o755, exist_ok=True)
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str, *, private: bool = False) -> None:

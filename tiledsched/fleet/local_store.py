@@ -59,7 +59,7 @@ class LocalStore:
         self._brought: dict[Path, set[Content]] = {}
         self._tried: set[Path] = set()
         with _here(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            files.make_private(self._folder)
             with TuningDB.open(self._template):  # once: making the schema takes longer than a small tune
                 pass
 
