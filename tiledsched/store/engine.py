@@ -24,7 +24,7 @@ from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.core.files import check_plain, kind_of_file
 from tiledsched.store.limit import READ_TIMEOUT_S, Limit
-from tiledsched.store.location import location
+from tiledsched.store.location import database_file, location
 
 HEAD = "0001"
 """Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
@@ -61,7 +61,7 @@ def resolve_url(url: str | os.PathLike[str] | None) -> URL:
         raise DatabaseError(
             f"{backend} databases are not supported; give a path, sqlite:///PATH or postgresql://HOST/NAME"
         )
-    return _sqlite_url(parsed.database or ":memory:")
+    return _sqlite_url(database_file(text) or ":memory:")
 
 
 def _sqlite_url(path: str) -> URL:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from tiledsched.core.trust import sqlite_path
+
 
 def location(url: str | os.PathLike[str] | None) -> str:
     """`url`, or TILEDSCHED_DB, or `tuning.db` in the user data directory, as text."""
@@ -29,7 +31,7 @@ def database_file(url: str | os.PathLike[str] | None) -> str:
     """The path of the SQLite file at `url` (as for `TuningDB.open`); empty for a database on a server or in memory."""
     scheme, found, path = location(url).rpartition("://")
     if found:
-        path = path.partition("?")[0].removeprefix("/") if scheme.startswith("sqlite") else ""  # sqlite:///PATH
+        path = sqlite_path(path) if scheme.startswith("sqlite") else ""
     return "" if path == ":memory:" else os.path.expanduser(path)
 
 
