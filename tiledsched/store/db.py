@@ -25,6 +25,7 @@ from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import DAMAGE, Database
+from tiledsched.store.engine import IMPORT_LOCK, one_at_a_time
 from tiledsched.store.evidence import contradictions, standing
 from tiledsched.store.models import (
     ArtifactRow,
@@ -461,6 +462,7 @@ class TuningDB(Database):
         """
 
         def take(session: Session) -> MergeResult:
+            one_at_a_time(session.connection(), IMPORT_LOCK)  # what two have in common is counted once
             done: Counter[str] = Counter()
             put_artifacts(session, artifacts)
             # The numbers of another database's runs mean nothing here.

@@ -34,6 +34,8 @@ UNRELEASED_TABLE = "tiledsched_alembic_version"
 """The version table of databases from before the first release."""
 BUSY_TIMEOUT_S = 60
 """How long a writer waits for another one, in seconds."""
+SCHEMA_LOCK, IMPORT_LOCK = 716253, 716254
+"""PostgreSQL's numbers of two locks: of who makes tables and views, and of who imports."""
 MOST_NAMED = 4
 """Tables of another program that an error names."""
 ELSEWHERE = "name another database with --db or TILEDSCHED_DB"
@@ -183,23 +185,28 @@ def current_revision(engine: Engine, url: URL) -> str | None:
         DatabaseError: the database was made before the first release, or belongs to another program.
     """
     with engine.connect() as connection:
-        inspector = sa.inspect(connection)
-        if inspector.has_table(UNRELEASED_TABLE):
+        tables = set(sa.inspect(connection).get_table_names())  # by one query: another process may make them just now
+        if UNRELEASED_TABLE in tables:
             raise DatabaseError(
                 f"database {url.render_as_string()} was made by a tiledsched from before its first release, and its schema "
                 "is not read any more; export what is served with the version that made it (`tiledsched db export -o FILE`), and "
                 "every measurement (`tiledsched landscapes --export DIR --full`), and import both into a new database, where "
                 f"programs are built again; or {ELSEWHERE}"
             )
-        if not inspector.has_table(VERSION_TABLE):
-            if others := sorted(inspector.get_table_names()):
-                raise DatabaseError(
-                    f"database {url.render_as_string()} belongs to another program: it holds no tuning database, but "
-                    f"{', '.join(others[:MOST_NAMED])}{', ...' if len(others) > MOST_NAMED else ''}; {ELSEWHERE}"
-                )
-            return None
-        found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
-        return None if found is None else str(found)
+        if tables and VERSION_TABLE not in tables:
+            raise DatabaseError(
+                f"database {url.render_as_string()} belongs to another program: it holds no tuning database, but "
+                f"{', '.join(sorted(tables)[:MOST_NAMED])}{', ...' if len(tables) > MOST_NAMED else ''}; {ELSEWHERE}"
+            )
+        return _revision(connection) if tables else None
+
+
+def _revision(connection: Connection) -> str | None:
+    """The schema revision; None where the database has no schema."""
+    if not sa.inspect(connection).has_table(VERSION_TABLE):
+        return None
+    found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
+    return None if found is None else str(found)
 
 
 def use_wal(engine: Engine) -> None:
@@ -229,14 +236,31 @@ def alembic_config(connection: Connection) -> Any:
     return config
 
 
-def upgrade(engine: Engine) -> None:
-    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits."""
-    from alembic import command
+def upgrade(engine: Engine) -> bool:
+    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits.
 
+    Returns:
+        Whether there was anything to do.
+    """
     with engine.connect().execution_options(immediate=True) as connection, connection.begin():
-        if engine.dialect.name != "sqlite":
-            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
+        one_at_a_time(connection, SCHEMA_LOCK)
+        if _revision(connection) == HEAD:
+            return False
+        from alembic import command
+
         command.upgrade(alembic_config(connection), "head")
+        return True
+
+
+def one_at_a_time(connection: Connection, lock: int) -> None:
+    """Wait until no other transaction has a lock, and hold it to the end of this one. In SQLite only one writes at a time anyway.
+
+    Args:
+        connection: in a transaction.
+        lock: :data:`SCHEMA_LOCK` or :data:`IMPORT_LOCK`.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({lock})")
 
 
 def nothing() -> Engine:
