@@ -7,6 +7,7 @@ home what is new when it is done, or when it is told to stop. What a killed work
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import sqlite3
@@ -39,6 +40,10 @@ Failed = tuple[FailureRecord, Device | None]
 """A failure, with the device that it was on."""
 MOST_ALIKE = 64
 """Newest winners of other problems that go along: they say where to look first."""
+
+
+_NAMED = re.compile(r".+-(\d+(?:\.\d*)?)\.db")
+"""Names of these databases, with the word for the process that made one."""
 
 
 class LocalStore:
@@ -92,7 +97,7 @@ class LocalStore:
         found = [
             path
             for path in sorted(self._folder.glob("*.db"))
-            if path not in self._tried and not host.lives(path.stem.rpartition("-")[2])
+            if path not in self._tried and (named := _NAMED.fullmatch(path.name)) and not host.lives(named[1])
         ]
         self._tried.update(found)
         return found

@@ -118,6 +118,8 @@ def _file_engine(path: Path, read_only: bool) -> Engine:
             raise DatabaseError(f"there is no database at {path}; run `tiledsched tune` first, or {ELSEWHERE}")
         if not read_only:
             path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "file" and not _may_be_sqlite(path):  # SQLite would take a file PATH-wal for its own, and remove it
+            raise DatabaseError(_explain(URL.create("sqlite", database=str(path)), "file is not a database"))
     except OSError as error:
         raise DatabaseError(f"cannot use {path}: {error.strerror}; {ELSEWHERE}") from error
     if kind not in ("", "file"):  # SQLite waits for ever for whoever writes to a pipe, and heeds no signal
@@ -129,6 +131,12 @@ def _file_engine(path: Path, read_only: bool) -> Engine:
         query = {"immutable": "1"} if sealed else {"mode": "ro"}
     url = URL.create("sqlite", database=path.as_uri(), query={**query, "uri": "true"})
     return sa.create_engine(url, connect_args={"check_same_thread": False})
+
+
+def _may_be_sqlite(path: Path) -> bool:
+    """Whether a file begins as those of SQLite do, or is empty, as a new one is."""
+    with path.open("rb") as file:
+        return file.read(16) in (b"", b"SQLite format 3\0")
 
 
 @contextmanager
