@@ -417,7 +417,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert theirs.exists() is named
 
 
-def test_a_warmup_that_is_killed_leaves_nothing(tmp_path):
+def test_a_warmup_that_is_killed_leaves_what_the_next_command_removes(tmp_path):
     (tmp_path / "tmp").mkdir()
     code = """
 import os, signal, sys
@@ -433,4 +433,6 @@ main(["warmup", "softmax", "--arch", "sm_90", "-o", "b.zip"])
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["tmp"]
+    assert [each.name.startswith("tiledsched-") for each in (tmp_path / "tmp").iterdir()] == [True]
+    subprocess.run([sys.executable, "-m", "tiledsched", "--version"], env=environment, cwd=tmp_path, check=True)
     assert list((tmp_path / "tmp").iterdir()) == []
