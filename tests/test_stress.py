@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from store_samples import DEVICE, PROBLEM, new_url, schedule
 from stress import HANG, Worker, verdict, write_table
 
+from tiledsched.store import engine
 from tiledsched.store.db import TuningDB
 
 SECONDS, PROCESSES = os.environ.get("STRESS", "20"), "64"
@@ -67,3 +69,37 @@ def test_every_loss_is_noticed(statement, tmp_path, capfd) -> None:
     wrong = verdict(url, [worker.said()])
     assert LOSSES[statement] in "\n".join(wrong) if statement else wrong == []
     assert "it raised" in verdict(url, [worker.said(), {"raised": "it raised"}])
+
+
+class Busy:
+    """A driver's connection to a database that others write: each look whether it is free takes a while of a clock."""
+
+    OperationalError = sqlite3.OperationalError
+
+    def __init__(self, looks: int, *, moves: bool) -> None:
+        self.left, self.moves, self.now, self.said = looks, moves, 0.0, list[str]()
+
+    def execute(self, statement: str) -> Busy:
+        self.said.append(statement)
+        if statement == "BEGIN IMMEDIATE":
+            self.now += 50.0
+            self.left -= 1
+            if self.left >= 0:
+                raise sqlite3.OperationalError("database is locked")
+        return self
+
+    def fetchone(self) -> tuple[int]:
+        return (self.left if self.moves else 0,)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_who_waits_gives_up_only_where_nobody_writes(moves, monkeypatch) -> None:
+    busy = Busy(9, moves=moves)
+    monkeypatch.setattr(engine.time, "monotonic", lambda: busy.now)
+    if moves:
+        engine._begin_writing(busy)
+        assert busy.said[-1] == "PRAGMA busy_timeout=60000"
+    else:
+        with pytest.raises(sa.exc.OperationalError, match="locked"):
+            engine._begin_writing(busy)
+    assert busy.said.count("BEGIN IMMEDIATE") == (10 if moves else 3)

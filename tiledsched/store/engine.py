@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ that is up to date reads no migration."""
 VERSION_TABLE = "tiledsched_schema"
 UNRELEASED_TABLE = "tiledsched_alembic_version"
 """The version table of databases from before the first release."""
-BUSY_TIMEOUT_S = 60
-"""How long a writer waits for another one, in seconds."""
+BUSY_TIMEOUT_S, TURN_MS = 60, 400
+"""How long a writer waits for another one that does nothing, in seconds, and after how many milliseconds it waits anew, as if it
+had just come.
+"""
 SCHEMA_LOCK, IMPORT_LOCK = 716253, 716254
 """PostgreSQL's numbers of two locks: of who makes tables and views, and of who imports."""
 MOST_NAMED = 4
@@ -105,10 +107,33 @@ def create_engine(url: URL, *, read_only: bool, limit: Limit) -> Engine:
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         limit.begin()
-        immediate = connection.get_execution_options().get("immediate", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+        if connection.get_execution_options().get("immediate", False):
+            _begin_writing(connection.connection.driver_connection)
+        else:
+            connection.exec_driver_sql("BEGIN")
 
     return engine
+
+
+def _begin_writing(driver: Any) -> None:
+    """Begin a write transaction of SQLite's driver, after those of others.
+
+    SQLite keeps no queue: who waits looks ever more seldom whether it is his turn, so that of many writers those who came last go
+    first. Here all begin to wait anew again and again, and whoever waits gives up only where nobody else writes meanwhile.
+    """
+    seen, since = None, time.monotonic()
+    driver.execute(f"PRAGMA busy_timeout={TURN_MS}")
+    while True:
+        try:
+            driver.execute("BEGIN IMMEDIATE")
+            break
+        except driver.OperationalError as error:
+            with suppress(driver.OperationalError):  # locked even for readers, as while the database is being made
+                if (version := driver.execute("PRAGMA data_version").fetchone()) != seen:
+                    seen, since = version, time.monotonic()
+            if "locked" not in str(error) or time.monotonic() - since > BUSY_TIMEOUT_S:
+                raise sa.exc.OperationalError("BEGIN IMMEDIATE", None, error) from error
+    driver.execute(f"PRAGMA busy_timeout={round(BUSY_TIMEOUT_S * 1000)}")
 
 
 def _file_engine(path: Path, read_only: bool) -> Engine:
