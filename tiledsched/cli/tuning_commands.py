@@ -193,7 +193,7 @@ def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) ->
         steps.append(("which knobs matter, with charts", ["report", *same, *flags("regime"), "-o", "report"]))
     if report.measured:
         steps.append(("how it compares with other implementations", ["bench", *named, *flags("db", "regime"), *first]))
-    elif any(result.left for result in report.results):
+    elif any(result.left for result in report.results) and not any(result.more for result in report.results):
         everything = max(result.schedules + result.left for result in report.results)
         steps.append(("build the others, too", [*_without(run.words, "--trials"), "--trials", str(everything)]))
     return steps
