@@ -59,7 +59,7 @@ def give_cutile_folder() -> bool:
     """Have cuTile, once it is imported, write to a folder of this process that the next one removes where this one is killed, and
     whether that is so. By itself it makes a folder as it is imported, of which nobody can tell then whose it was.
     """
-    if CUTILE_FOLDER in os.environ or "cuda.tile" in sys.modules:
+    if os.environ.get(CUTILE_FOLDER) or "cuda.tile" in sys.modules:
         return False
     try:
         folder = OwnFolder()

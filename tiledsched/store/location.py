@@ -6,6 +6,11 @@ import os
 
 from tiledsched.core.trust import sqlite_path
 
+HEAD = "0001"
+"""Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
+that is up to date reads no migration."""
+VERSION_TABLE = "tiledsched_schema"
+
 
 def location(url: str | os.PathLike[str] | None) -> str:
     """`url`, or TILEDSCHED_DB, or `tuning.db` in the user data directory, as text."""
