@@ -49,7 +49,7 @@ LOSSES = {
     "UPDATE runs SET status = 'interrupted'": "runs that ended are not there as done",
     "DELETE FROM runs": "runs whose process ended are lost",
     "DELETE FROM entries": "problems are served",
-    "UPDATE entries SET fingerprint = '0'": "entry 1",
+    "UPDATE entries SET fingerprint = '0'": "of another fingerprint",
 }
 
 
