@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -144,14 +142,6 @@ def test_an_installed_package_ships_kernels_by_name(monkeypatch, file, tmp_path)
     registry.installed_entry_points.cache_clear()
 
 
-def printed_by(code, given=b"") -> str:
-    """What another process prints, in which text has other hashes."""
-    folders = os.pathsep.join([str(Path(__file__).parent), str(DOCS.parents[1])])
-    environment = os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": folders}
-    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, check=True, env=environment)
-    return done.stdout.decode().strip()
-
-
 def test_problems_are_pickled_by_value():
     kernel = declare(name="pickled", biased=ts.flag(omit_default=True))
     p = kernel.problem(rows=5, columns=40)
@@ -159,18 +149,18 @@ def test_problems_are_pickled_by_value():
     assert (again, hash(again), again.id, again.to_json()) == (p, hash(p), p.id, p.to_json())
 
 
-def test_another_process_restores_the_kernel_of_a_problem(file):
+def test_another_process_restores_the_kernel_of_a_problem(file, python):
     """By its name or the place of its declaration; a problem of a kernel that is nowhere to be found has no kernel."""
     problems = [load_kernel(f"{file}:Doubled").problem(size=7), declare(name="here alone").problem(rows=5, columns=40)]
     code = (
-        "import pickle, sys; one, other = pickle.loads(sys.stdin.buffer.read());"
+        "import pickle, sys; one, other = pickle.loads(bytes.fromhex(sys.argv[1]));"
         "print(one.known, one.declaration.locator(), one.min_bytes, other.known, other)"
     )
     expected = f"True {file}:Doubled {problems[0].min_bytes} False rows=5 columns=40 float32"
-    assert printed_by(code, pickle.dumps(problems)) == expected
+    assert python(code, pickle.dumps(problems).hex()).out.strip() == expected
 
 
-def test_ids_are_the_same_in_every_process():
+def test_ids_are_the_same_in_every_process(python):
     """Whatever the order of sets and dicts."""
     from tiledsched.kernels.attention import Attention
 
@@ -182,7 +172,7 @@ def test_ids_are_the_same_in_every_process():
         "print(Attention.standard(seq_len=4096, head_dim=128, causal=True).id, launches.problem_class(RowSums,"
         "RowSums.problem(rows=7, columns=50), Schedule(TILE=16, SPLITS=4), DEVICE).id)"
     )
-    assert printed_by(code).split() == here
+    assert python(code, PYTHONHASHSEED="123").out.split() == here
 
 
 # ---- the documentation -----------------------------------------------------------------------------------------------
