@@ -48,11 +48,11 @@ class Printed(NamedTuple):
 
 @pytest.fixture
 def cli(capsys):
-    """Run the command line: check the exit code, and return what was printed."""
+    """Run the command line, given as words or as one text: check the exit code, and return what was printed."""
     from tiledsched.cli import main
 
     def run(words, *, code: int = 0, **fakes) -> Printed:
-        assert main(words, **fakes) == code
+        assert main(words.split() if isinstance(words, str) else words, **fakes) == code
         return Printed(*capsys.readouterr())
 
     return run
@@ -200,4 +200,13 @@ def quiet():
     """No warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def left_to_torch(quiet):
+    """What our kernels do not serve, torch does."""
+    from tiledsched import configure
+
+    with configure(fallback="torch"):
         yield

@@ -54,12 +54,6 @@ def right(found, wanted) -> None:
     assert max(errors(found, wanted)) < LARGEST, errors(found, wanted)
 
 
-@pytest.fixture
-def left_to_torch(quiet):
-    with configure(fallback="torch"):
-        yield
-
-
 # What they are
 
 
