@@ -17,7 +17,6 @@ from store_samples import runs
 
 from tiledsched import cli
 from tiledsched.core import files
-from tiledsched.core.files import OwnFolder
 from tiledsched.store.db import TuningDB
 
 TUNE = [
@@ -243,7 +242,7 @@ def test_a_folder_is_held_before_others_can_find_it(tmp_path, monkeypatch) -> No
         hold(lock, how)
 
     monkeypatch.setattr(files.fcntl, "flock", sweep_first)
-    made = OwnFolder()
+    made = files.OwnFolder()
     assert swept
     assert os.path.isdir(made.path)
     files._sweep()
@@ -258,10 +257,10 @@ def test_a_folder_lives_as_long_as_its_process(tmp_path, monkeypatch, python) ->
     assert left.is_dir()
     (tmp_path / "tiledsched-foreign").mkdir()  # no lock in it: not ours
     (tmp_path / "tiledsched-link").symlink_to(left)
-    mine = OwnFolder()
+    mine = files.OwnFolder()
     assert not left.exists()
     assert (tmp_path / "tiledsched-foreign").is_dir()
-    other = OwnFolder()
+    other = files.OwnFolder()
     assert os.path.isdir(mine.path)  # whose process lives
     for folder in (mine, other, mine):
         folder.close()
