@@ -268,11 +268,15 @@ def known_spills(kernel: KernelClass, settings: Settings, arch: str) -> Spills:
         if bundle is not None and bundle.programs_of(kernel, arch):  # what was chosen when it was made is what it holds
             return bundle.spills.get(kernel.name, {}).get(arch, {})
     shipped = shipped_spills(kernel.name, arch, compiler)
-    if not (compiler and database_exists(settings.db)):
-        return shipped
-    return StoredSpills(
-        settings.db, compiler, shipped, {"kernel": kernel.name, "source_hash": kernel.source_hash(), "arch": arch}
-    )
+    return stored_spills(settings, shipped, kernel=kernel.name, source_hash=kernel.source_hash(), arch=arch)
+
+
+def stored_spills(settings: Settings, shipped: Spills, **of: str) -> Spills:
+    """What the user's database knows, beside what ships, of programs that spill or do not build under the compiler of this
+    machine; `of` are values of columns of builds.
+    """
+    compiler = compiler_at_hand()
+    return StoredSpills(settings.db, compiler, shipped, of) if compiler and database_exists(settings.db) else shipped
 
 
 def _bundled(kernel: KernelClass) -> set[str]:
