@@ -123,17 +123,14 @@ class ArchTable:
         )
 
     def without(self, problem: Problem) -> ArchTable:
-        """This table, as if neither the problem nor another one that is the same work had an entry."""
+        """This table, as if neither the problem nor another one that is the same work had been measured."""
         similarity, spills = self.kernel.similarity, self.spills
         kind = similarity.kind(problem)
         equal = {problem} | {
-            entry.problem
-            for entry in (*self.alike(problem), *self.modelled)
-            if similarity.kind(entry.problem) == kind and similarity.distance(entry.problem, problem) == 0
+            entry.problem for entry in self.alike(problem) if similarity.distance(entry.problem, problem) == 0
         }
         other = copy.copy(self)
-        other.spills, other.problems = spills, self.problems - equal
-        other.modelled = [entry for entry in self.modelled if entry.problem not in equal]
+        other.spills, other.problems = spills, (self.problems - equal) | {entry.problem for entry in self.modelled}
         other.measured = [entry for entry in self.measured if entry.problem not in equal]
         other._by_kind = self._by_kind | {kind: [entry for entry in self.alike(problem) if entry.problem not in equal]}
         other._by_problem = {each: of for each, of in self._by_problem.items() if each not in equal}

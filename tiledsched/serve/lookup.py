@@ -99,7 +99,7 @@ class LookupTable:
         return other
 
     def without(self, problem: Problem, arch: str) -> LookupTable:
-        """This table, as if neither the problem nor another one that is the same work had an entry of the arch."""
+        """This table, as if neither the problem nor another one that is the same work had been measured."""
         other = copy.copy(self)
         other._tables, other._answers = self._tables | {arch: self._around(problem, arch).without(problem)}, {}
         other._near = None
