@@ -291,13 +291,14 @@ def many(tmp_path_factory):
             number = db.record_measurement(None, "attention", "abc", TOOLCHAIN, taken)
             made = entry("measured", problem=problem, schedule=best, fingerprint=f"{place:024x}", measurement_id=number)
             db.put_entry(made.replace(device_name=DEVICE.name, regime="burst", updated_at=START))
+            db.put_entry(entry(problem=problem.replace(batch=3), schedule=schedule(), fingerprint="", updated_at=START))
     return path
 
 
-@pytest.mark.parametrize("length", [256, 300, 1024, 2000, 5000, 15360, 40000])
+@pytest.mark.parametrize("length", [256, 300, 1024, 2000, 2001, 5000, 15360, 15361, 40000])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_entries_near_a_problem_serve_it_as_all_do(many, monkeypatch, length, causal):
-    problem = PROBLEM.replace(seq_q=length, seq_k=length, causal=causal)
+    problem = PROBLEM.replace(seq_q=length, seq_k=length, causal=causal, batch=3 if length % 2 else 4)
     every, some = near(many, monkeypatch, problem)
     assert (some.schedule, some.provenance, some.reason) == (every.schedule, every.provenance, every.reason)
     assert some.entry == every.entry

@@ -240,13 +240,17 @@ class Near:
             for name, clock in (layer.stored.seen_mhz if layer.stored else {}).items():
                 self.seen_mhz[name] = max(clock, self.seen_mhz.get(name, 0))
 
-    def entries(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
-        """The entries near a problem, or only its own, together with those that other layers have for the same problems."""
-        stored = [layer.stored.near(problem, alone=alone) if layer.stored else [] for layer in self._layers]
+    def entries(self, problem: Problem, archs: Sequence[str], *, alone: bool = False) -> list[Entry]:
+        """The entries on some archs near a problem, or only its own, together with those that other layers have for the same
+        problems."""
+        stored = [layer.stored.near(problem, archs, alone=alone) if layer.stored else [] for layer in self._layers]
         own = [of_kernel(some, self._kernel) for some in stored]
         problems = {entry.problem for some in own for entry in some}
         whole = [
-            replace(layer, entries=[*(each for each in layer.entries if each.problem in problems), *some])
+            replace(
+                layer,
+                entries=[*(each for each in layer.entries if each.problem in problems and each.arch in archs), *some],
+            )
             for layer, some in zip(self._layers, own, strict=True)
         ]
         return combined(whole, self.seen_mhz)
