@@ -26,7 +26,7 @@ from tiledsched.cli.app import (
     problem_options,
     target_option,
 )
-from tiledsched.cli.output import note, print_next
+from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core import blame, errors, registry, text
 from tiledsched.core.problem import KernelClass, Problem
@@ -254,7 +254,7 @@ def explain(
     ]
     rows = [each.to_json() for each in found]
     # A single problem stands at the top, too, where scripts have always found it.
-    run.print({**rows[0], "rows": rows}, "\n\n".join(map(str, found)))
+    run.print({**rows[0], "rows": rows}, lambda: print_explained("\n\n".join(map(str, found))))
 
 
 def _device_here(names: Sequence[str], measured: Collection[str]) -> str:
