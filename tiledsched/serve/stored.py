@@ -78,10 +78,10 @@ class StoredEntries:
     def _read_problems(self, rows: RowReader) -> None:
         import numpy as np
 
-        asked = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"
+        of_entries = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"
         found = rows.make(
             "problems",
-            rows.read("problems", self._words, asked),
+            rows.read("problems", self._words, of_entries),
             lambda row: (row.id, _values(read_new_json(dict, row.dims, "dims"))),
         )
         problems = dict(found)
@@ -161,7 +161,7 @@ def _values(problem: Mapping[str, Any]) -> dict[str, int | str]:
 
 
 class StoredSpills(Mapping[str, Mapping[str, int]]):
-    """What a database knows of programs that spill registers or do not build, read when it is asked for; see
+    """What a database knows of programs that spill registers or do not build, read when it is wanted; see
     :data:`tiledsched.store.spills.Spills`.
 
     Args:
