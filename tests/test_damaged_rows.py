@@ -166,7 +166,8 @@ def test_no_command_fails_at_a_damaged_row(command, whole, tmp_path, plain, caps
     columns = [
         (table, row, column) for table, row in first if not table.startswith("fleet_") for column in TABLES[table]
     ]
-    columns = columns[:: {"report": 9, "compare": 4}.get(command[0], 1)]  # those take seconds
+    if command[0] in ("report", "compare"):  # which take seconds
+        columns = [each for each in columns if each[0] in ("measurements", "entries")][::7]
     for (table, row, column), what in zip(columns, itertools.cycle(DAMAGE.values())):
         if damaged(path, copy, table, row, column, what):
             assert main(words) in (0, 1), (table, column, what)
