@@ -376,10 +376,8 @@ def killed(tmp_path, monkeypatch, python):
     folders = {"TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "TILEDSCHED_CACHE": str(tmp_path / "cache")}
 
     def run(code, **more):
-        python(f"import os, signal, sys
-{code}", code=-signal.SIGKILL, **folders, **more)
-        python("from tiledsched.cli import main
-main(['--version'])", **folders, **more)
+        python(f"import os, signal, sys\n{code}", code=-signal.SIGKILL, **folders, **more)
+        python("from tiledsched.cli import main\nmain(['--version'])", **folders, **more)
         assert list((tmp_path / "tmp").iterdir()) == []
 
     return run
