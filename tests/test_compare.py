@@ -15,8 +15,7 @@ from tiledsched.core import data_files
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
-from tiledsched.report import write_report
-from tiledsched.report import comparison_page
+from tiledsched.report import comparison_page, write_report
 from tiledsched.report.compare import KnownTime, compare, judged, side_of
 from tiledsched.report.comparison_page import comparison_blocks, slopes
 from tiledsched.report.comparison_sources import Wanted, read_side
