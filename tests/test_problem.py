@@ -183,13 +183,21 @@ def test_what_32_bits_do_not_reach_is_wide() -> None:
     assert Attention.problem(seq_q=1, seq_k=1 << 15, head_dim=32, value_dim=64, heads=1 << 10, kv_heads=1 << 10).wide
 
 
-def test_a_problem_from_json_names_the_wrong_key() -> None:
-    with pytest.raises(ProblemError, match=r"unknown problem keys \['sequence'\]; known are \['alignment'"):
-        problem_from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1, "head_dim": 1, "sequence": 3})
-    with pytest.raises(ProblemError, match=r"attention needs D \(head_dim\)"):
-        problem_from_json({"kernel": "attention", "seq_q": 1, "seq_k": 1})
-    with pytest.raises(ProblemError, match='add "kernel"'):
-        problem_from_json({"seq_q": 1, "seq_k": 1, "head_dim": 1})
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"kernel": "attention", "seq_q": 1, "seq_k": 1, "head_dim": 1, "sequence": 3},
+            r"unknown problem keys \['sequence'\]; known are \['alignment'",
+        ),
+        ({"kernel": "attention", "seq_q": 1, "seq_k": 1}, r"attention needs D \(head_dim\)"),
+        ({"seq_q": 1, "seq_k": 1, "head_dim": 1}, 'add "kernel"'),
+    ],
+    ids=["unknown", "missing", "no kernel"],
+)
+def test_a_problem_from_json_names_the_wrong_key(values, words) -> None:
+    with pytest.raises(ProblemError, match=words):
+        problem_from_json(values)
 
 
 def test_a_problem_of_an_unknown_kernel_is_read_as_it_stands() -> None:

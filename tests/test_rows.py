@@ -62,9 +62,14 @@ def test_the_complementary_error_function_is_that_of_the_standard_library():
     np.testing.assert_allclose(erfc(np, x), [math.erfc(each) for each in x], rtol=1e-13, atol=1e-300)
 
 
-def test_tables_of_angles_are_one_or_one_for_each_sequence():
-    sizes = {"seq": 5, "q_heads": 2, "k_heads": 1}
-    with pytest.raises(ProblemError, match="all sequences have the same angles, or each has its own"):
-        Rope.problem(batch=3, tables=2, **sizes)
-    with pytest.raises(ProblemError, match="a head is pairs of elements"):
-        Rope.problem(batch=3, parts=1, width=7, **sizes)
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tables": 2}, "all sequences have the same angles, or each has its own"),
+        ({"parts": 1, "width": 7}, "a head is pairs of elements"),
+    ],
+    ids=["tables", "width"],
+)
+def test_angles_that_fit_no_sequence_or_head_are_refused(more, words):
+    with pytest.raises(ProblemError, match=words):
+        Rope.problem(batch=3, seq=5, q_heads=2, k_heads=1, **more)
