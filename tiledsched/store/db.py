@@ -14,6 +14,7 @@ from typing import Any
 
 from sqlalchemy import delete, select, update
 from sqlalchemy.engine import CursorResult
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
@@ -35,6 +36,7 @@ from tiledsched.store.reading import (
     ids_of,
     matching,
     of_known_kernels,
+    plain_texts,
     select_landscapes,
     select_latest,
     select_measurements,
@@ -262,8 +264,18 @@ class TuningDB(Database):
                 continue
             with self.rows() as (session, rows):
                 reader.rows.run = rows.run
-                ids = choose(problem, reader.plain_rows(session, problem)) if choose and size > above else None
-                found = reader.read(session, problem, ids)
+
+                def read(
+                    session: Session = session, problem: Problem = problem, size: int = size
+                ) -> list[StoredMeasurement]:
+                    ids = choose(problem, reader.plain_rows(session, problem)) if choose and size > above else None
+                    return reader.read(session, problem, ids)
+
+                try:
+                    with plain_texts(session):
+                        found = read()
+                except OperationalError:  # a text that is none
+                    found = read()
             if found:
                 yield problem, found
         reader.rows.warn()
