@@ -37,7 +37,7 @@ MARK = f"a temporary folder of tiledsched on {socket.gethostname()}".encode()
 """What the lock file of a temporary folder holds. Where another host made the folder, its lock may not be seen from here."""
 MOST_BYTES = 1 << 29
 """Most bytes of a data file that is read. The largest table that ships has a hundredth of it."""
-PART_BYTES = 1 << 24
+PART_BYTES = 1 << 20
 """Bytes that are unpacked at once."""
 SMALL_FILE_BYTES = 1 << 18
 """Bytes that a compiler needs at least for a program and its machine code."""
@@ -163,19 +163,13 @@ def unpacked(data: bytes, most: int = MOST_BYTES) -> bytearray:
         lzma.LZMAError, EOFError: the compressed data is damaged, or ends early.
     """
     unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=1 << 28)
-    parts, size = [], 0
-    while True:  # in parts: a buffer that grows takes twice its size for a moment
-        parts.append(unpacker.decompress(data, max_length=PART_BYTES))
-        size += len(parts[-1])
-        if size > most:
+    whole = bytearray()  # which grows in place, where a list of parts takes twice the memory when it is joined
+    while True:
+        whole += unpacker.decompress(data, max_length=PART_BYTES)
+        if len(whole) > most:
             raise TooLargeError(most)
         data = b""
         if unpacker.eof:
-            whole = bytearray(size)  # which takes no memory before it is written: each part goes as it is copied
-            while parts:
-                part = parts.pop()
-                whole[size - len(part) : size] = part
-                size -= len(part)
             return whole
         if unpacker.needs_input:
             raise EOFError("it ends early")
