@@ -18,17 +18,21 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.build import store, toolchain
-from tiledsched.core import blame, config, processes, registry
-from tiledsched.core.errors import (
+from tiledsched.core import (
     ConfigError,
     DeclarationError,
+    KernelClass,
     NoValidScheduleError,
+    Problem,
     ProblemError,
     SpaceError,
     TiledschedError,
     UnsupportedError,
+    blame,
+    config,
+    processes,
+    registry,
 )
-from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.jobs import Job, find_job

@@ -22,8 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
-from tiledsched.core import canonical, errors, registry
-from tiledsched.core.problem import Problem
+from tiledsched.core import Problem, canonical, errors, registry
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, FailedProblem, Lease, Outcome
 from tiledsched.fleet.clock import CLOCK, Clock
 from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable

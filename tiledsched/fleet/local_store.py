@@ -17,8 +17,7 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from tiledsched.core import canonical, errors, files
-from tiledsched.core.problem import Problem
+from tiledsched.core import Problem, canonical, errors, files
 from tiledsched.measure.runner import Device
 from tiledsched.store import host, writing
 from tiledsched.store.db import TuningDB

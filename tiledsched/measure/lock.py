@@ -22,8 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiledsched.core.config import load_settings
-from tiledsched.core.errors import MeasureError
+from tiledsched.core import MeasureError, load_settings
 from tiledsched.core.files import user_folder
 from tiledsched.measure.nvml import current_gpu
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.core.arrays import ArraySpec
+from tiledsched.core import ArraySpec, Problem, input_specs
 from tiledsched.core.cases import Arrays as Stored
-from tiledsched.core.cases import input_specs
-from tiledsched.core.problem import Problem
 from tiledsched.core.storage import storage_type, tile_type
 
 

@@ -12,11 +12,17 @@ from functools import partial
 from typing import Any
 
 from tiledsched.checking.errors import NOT_FINITE, Error, error_of
-from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
-from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
-from tiledsched.core.errors import MeasureError, UnsupportedError
-from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.registry import SHIPPED
+from tiledsched.core import (
+    RELATIVE_ERRORS,
+    SHIPPED,
+    ArraySpec,
+    KernelClass,
+    MeasureError,
+    Problem,
+    UnsupportedError,
+    output_specs,
+)
+from tiledsched.core.cases import expected_outputs, random_inputs
 from tiledsched.core.rivals import Arrays, Call, Function, Method, RivalCase, called
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.measure.torch_arrays import as_tensors

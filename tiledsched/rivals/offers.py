@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.device import arch_spec
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core import KernelClass, Problem, arch_spec
 from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.forecast import OURS, Forecast
 from tiledsched.store.manifest import published_figures

@@ -18,11 +18,17 @@ from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import CompilerError, Failure, FailureKind
-from tiledsched.core.problem import KernelClass, Problem, ProblemClass
-from tiledsched.core.schedule import Schedule
-from tiledsched.core.space import SearchSpace
+from tiledsched.core import (
+    CompilerError,
+    Failure,
+    FailureKind,
+    KernelClass,
+    Problem,
+    ProblemClass,
+    Schedule,
+    SearchSpace,
+    arch_spec,
+)
 from tiledsched.measure.runner import Candidate, Device, Failed, Measurement
 from tiledsched.store.db import TuningDB
 from tiledsched.store.records import BuildRecord

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.errors import ConfigError, Failure, FailureKind
-from tiledsched.core.schedule import Schedule
+from tiledsched.core import ConfigError, Failure, FailureKind, Schedule
 from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.records import SAME_NUMBERS
 from tiledsched.tuning.builder import Program

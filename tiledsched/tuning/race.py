@@ -17,9 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.errors import Failure
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core import Failure, Problem, Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Conditions, Failed, Measurement, Runner
 from tiledsched.measure.statistics import probability_not_slower, relative_uncertainty

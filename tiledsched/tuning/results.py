@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core import KernelClass, Problem, Schedule
 from tiledsched.store.evidence import clocks_of, throttled
 from tiledsched.store.records import Entry
 from tiledsched.tuning.numbers import NumbersKept

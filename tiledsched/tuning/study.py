@@ -20,11 +20,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import TrialState, create_trial
 
-from tiledsched.core.errors import ConfigError
-from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
-from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.core.space import SearchSpace
+from tiledsched.core import ConfigError, KnobValue, Problem, ResourceFacts, Schedule, SearchSpace
 from tiledsched.measure.runner import Measurement
 from tiledsched.tuning.builder import Builder, Key, Program
 from tiledsched.tuning.inert import InertChanges

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core import Problem, Schedule
 
 
 class Watcher:

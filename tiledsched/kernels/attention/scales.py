@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tiledsched.core.errors import ProblemError
-from tiledsched.core.problem import Problem
+from tiledsched.core import Problem, ProblemError
 
 LOG2_E = 1.0 / math.log(2.0)
 DEFAULT_CAP = 50.0

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core import Problem, Schedule
 
 COMBINED_ELEMENTS = 8192
 """Elements that a block of the combining launch reads at once, of all shares together."""

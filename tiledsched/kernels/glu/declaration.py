@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.kernel import Kernel
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
+from tiledsched.core import Kernel, Problem, Schedule
 from tiledsched.kernels.glu.rivals import in_torch
 from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.row_schedules import LOADS, OneFunction, RowSimilarity, StreamingCost, TileDemand

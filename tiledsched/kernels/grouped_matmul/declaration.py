@@ -12,11 +12,8 @@ from typing import Any
 import numpy
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cases import Case, random_inputs
-from tiledsched.core.kernel import Kernel
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
-from tiledsched.core.similarity import Similarity, about
+from tiledsched.core import Case, Kernel, Problem, Schedule, Similarity, about
+from tiledsched.core.cases import random_inputs
 from tiledsched.kernels.grouped_matmul.model import GroupedMatmulCost, skewed_ends
 from tiledsched.kernels.grouped_matmul.rivals import raced
 from tiledsched.kernels.persistent import resident_blocks

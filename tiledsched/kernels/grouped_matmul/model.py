@@ -6,10 +6,7 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core.device import ArchSpec
-from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
-from tiledsched.core.schedule import Schedule
+from tiledsched.core import ArchSpec, Problem, ResourceFacts, Schedule
 from tiledsched.kernels.product_model import ELEMENT_BYTES, SECOND_LAUNCH_US, ProductCost, dram_bytes, step_cycles
 
 SKEW = 1.0

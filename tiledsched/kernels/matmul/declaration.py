@@ -10,10 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.kernel import Kernel
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
-from tiledsched.core.similarity import Similarity, about
+from tiledsched.core import Kernel, Problem, Schedule, Similarity, about
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.matmul.rivals import raced
 from tiledsched.kernels.persistent import resident_blocks

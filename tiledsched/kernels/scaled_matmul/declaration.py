@@ -12,11 +12,7 @@ from typing import Any
 import numpy
 
 import tiledsched.core.fields as ts
-from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
-from tiledsched.core.kernel import Kernel
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
-from tiledsched.core.similarity import Similarity, about
+from tiledsched.core import RELATIVE_ERRORS, Kernel, Problem, Schedule, Similarity, Tolerance, about
 from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.product_schedules import MODELS, combine_tile, work_tiles
 from tiledsched.kernels.scaled_matmul.model import ScaledMatmulCost

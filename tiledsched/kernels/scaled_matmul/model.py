@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from tiledsched.core import ArchSpec, Problem, ResourceFacts, Schedule
 from tiledsched.core.cost import WARPS_PER_GROUP
-from tiledsched.core.device import ArchSpec
-from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
-from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.product_model import ProductCost, step_cycles
 
 CONVERTED_SPEEDUP = 0.5

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tiledsched.core.device import ARCHS
-from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.schedule import HINT_KNOBS, KnobValue
+from tiledsched.core import ARCHS, HINT_KNOBS, KernelClass, KnobValue, Problem
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 
