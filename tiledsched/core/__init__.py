@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tiledsched.core.kernel import Kernel
     from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of, rate_text, unit_of
     from tiledsched.core.registry import SHIPPED, kernel_named, load_kernel, problem_from_json
-    from tiledsched.core.resources import ResourceFacts, ctas_per_sm, spilled
+    from tiledsched.core.resources import ResourceFacts, ctas_per_sm, grid_blocks, spilled
     from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, named_tile
     from tiledsched.core.similarity import Similarity, about
     from tiledsched.core.space import SearchSpace, accuracy_class
@@ -60,7 +60,7 @@ else:
             "kernel": "Kernel",
             "problem": "KernelClass Problem ProblemClass rate_of rate_text unit_of",
             "registry": "SHIPPED kernel_named load_kernel problem_from_json",
-            "resources": "ResourceFacts ctas_per_sm spilled",
+            "resources": "ResourceFacts ctas_per_sm grid_blocks spilled",
             "schedule": "HINT_KNOBS KnobValue Schedule named_tile",
             "similarity": "Similarity about",
             "space": "SearchSpace accuracy_class",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem, ResourceFacts, Schedule, Tolerance, arch_spec
+from tiledsched.core import Kernel, Problem, ResourceFacts, Schedule, Tolerance, arch_spec, grid_blocks
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
 from tiledsched.kernels.attention.options import ARRAYS, FIELDS, SIZES, feature_constants
@@ -33,7 +33,6 @@ from tiledsched.kernels.attention.tiling import (
     unroll,
     work_tiles,
 )
-from tiledsched.kernels.persistent import resident_blocks
 
 BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 PERSISTENT_MODES = ("no", "strided", "snake")
@@ -240,10 +239,7 @@ class Attention(Kernel):
 
         A persistent grid has as many blocks as fit on the GPU at once, according to the occupancy hint.
         """
-        blocks = work_tiles(p, s) * splits(s)
-        if s["persistent"] != "no":
-            blocks = resident_blocks(blocks, s, device)
-        return (blocks,)
+        return (grid_blocks(work_tiles(p, s) * splits(s), s, device, persistent=s["persistent"] != "no"),)
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:

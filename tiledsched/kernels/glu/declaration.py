@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem, Schedule
+from tiledsched.core import Kernel, Problem, Schedule, grid_blocks
 from tiledsched.kernels.glu.rivals import in_torch
-from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.row_schedules import LOADS, OneFunction, RowSimilarity, StreamingCost, TileDemand
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -82,8 +81,7 @@ class Glu(OneFunction, Kernel):
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
         """One block per tile; as many as fit at once where blocks are persistent."""
-        tiles = tiles_of(p, s)
-        return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
+        return (grid_blocks(tiles_of(p, s), s, device, persistent=bool(s["PERSISTENT"])),)
 
     @staticmethod
     def reference(xp: Any, Gate: Any, Up: Any, activation: str) -> Any:
