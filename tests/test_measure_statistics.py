@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from tiledsched.measure.statistics import median_interval, probability_not_slower, relative_spread, relative_uncertainty
+from tiledsched.measure.estimate import median_interval, probability_not_slower, relative_spread, relative_uncertainty
 
 # Intervals of the median
 

@@ -30,8 +30,7 @@ from tiledsched.report import build_report
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.tuning.builder import Builder
-from tiledsched.tuning.effort import EFFORTS
-from tiledsched.tuning.options import TuneOptions
+from tiledsched.tuning.options import EFFORTS, TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.tuning.search import NO_SEARCH
 from tiledsched.tuning.tuner import Tuner

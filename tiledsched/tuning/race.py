@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core import Failure, Problem, Schedule
-from tiledsched.measure.estimate import Timing
+from tiledsched.measure.estimate import Timing, probability_not_slower, relative_uncertainty
 from tiledsched.measure.runner import Batch, Candidate, Conditions, Failed, Measurement, Runner
-from tiledsched.measure.statistics import probability_not_slower, relative_uncertainty
 from tiledsched.measure.timing import SHORT_US
 
 log = logging.getLogger("tiledsched")
