@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, BuildTask
-from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import Toolchain
@@ -25,6 +25,7 @@ from tiledsched.core import (
     KernelClass,
     Problem,
     ProblemClass,
+    ResourceFacts,
     Schedule,
     SearchSpace,
     arch_spec,

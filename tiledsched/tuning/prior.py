@@ -7,8 +7,17 @@ from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from tiledsched.build.cubin import ResourceFacts
-from tiledsched.core import ArchSpec, KernelClass, KnobValue, Problem, Schedule, SearchSpace, Settings, data_files
+from tiledsched.core import (
+    ArchSpec,
+    KernelClass,
+    KnobValue,
+    Problem,
+    ResourceFacts,
+    Schedule,
+    SearchSpace,
+    Settings,
+    data_files,
+)
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Measurement
 from tiledsched.serve.entries import load_entries, table_of

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tiledsched.core import ConfigError, KernelClass, Problem, Schedule, SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
 from tiledsched.ops.own_methods import untuned
 from tiledsched.studies.ablation.ladder import AblationRow, Ladder
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
-
-if TYPE_CHECKING:
-    from tiledsched.tuning.session import Session
+from tiledsched.tuning.session import Session
 
 
 def replay_ablation(
