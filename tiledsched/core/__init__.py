@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tiledsched.core.blame import did_you_mean, first_line
     from tiledsched.core.canonical import canonical_json, stable_id
     from tiledsched.core.cases import Case, input_specs, output_specs
-    from tiledsched.core.config import Settings, load_settings
+    from tiledsched.core.config import Settings, load_settings, log
     from tiledsched.core.device import ARCHS, ArchSpec, arch_named, arch_spec
     from tiledsched.core.errors import (
         CompilerError,
@@ -49,7 +49,7 @@ else:
             "blame": "did_you_mean first_line",
             "canonical": "canonical_json stable_id",
             "cases": "Case input_specs output_specs",
-            "config": "Settings load_settings",
+            "config": "Settings load_settings log",
             "device": "ARCHS ArchSpec arch_named arch_spec",
             "errors": (
                 "CompilerError ConfigError DatabaseError DeclarationError Failure FailureKind LaunchError "

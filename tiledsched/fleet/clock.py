@@ -5,7 +5,6 @@ A database that is away for a while is waited for by it, with a bound; what the 
 
 from __future__ import annotations
 
-import logging
 import random
 import sqlite3
 import threading
@@ -17,7 +16,7 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
-from tiledsched.core import errors, files
+from tiledsched.core import errors, files, log
 
 T = TypeVar("T")
 RETRY_S = 600.0
@@ -25,8 +24,6 @@ RETRY_S = 600.0
 FIRST_S, LONGEST_S = 0.2, 10.0
 """Pauses between tries: the first, and what they double up to. A thousand workers must not come back all at once: each takes a
 random part of its pause."""
-
-log = logging.getLogger("tiledsched")
 
 
 def wait(seconds: float, stop: threading.Event | None = None) -> bool:

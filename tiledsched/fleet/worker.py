@@ -6,7 +6,6 @@ down the child alone. That is also why no timeout of a scheduler is needed, whic
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
 
-from tiledsched.core import DatabaseError, MeasureError, Problem, processes, registry
+from tiledsched.core import DatabaseError, MeasureError, Problem, log, processes, registry
 from tiledsched.fleet import calibration, status
 from tiledsched.fleet.campaign import Answer, Campaign, Outcome, Setup
 from tiledsched.fleet.clock import Clock
@@ -39,8 +38,6 @@ COOLING_S = 60.0
 """How long a GPU that is throttled by heat is left to cool before it goes on."""
 ROOM_S = 60.0
 """How long, in all, a worker waits for room on a full disk before that counts as a fault."""
-
-log = logging.getLogger("tiledsched")
 
 
 class ChildLostError(Exception):

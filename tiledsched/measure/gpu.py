@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import Failure, FailureKind, KernelClass, MeasureError, Problem, first_line, stable_id
+from tiledsched.core import Failure, FailureKind, KernelClass, MeasureError, Problem, first_line, log, stable_id
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.processes import child_environment, python_command
 from tiledsched.measure.arrays import Launch, launch_of
@@ -22,7 +21,6 @@ from tiledsched.measure.nvml import expected_name
 from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 
-log = logging.getLogger("tiledsched")
 WORKER_COMMAND = python_command("tiledsched.measure.worker")
 END_TIMEOUT_S = 60.0
 """How long a killed worker may take to go: the driver first tears its context down."""

@@ -8,19 +8,17 @@ cubin as the first does, and rivals as a program would call them, in turn. The f
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from tiledsched.core import Failure, FailureKind, Kernel, KernelClass, MeasureError, Problem
+from tiledsched.core import Failure, FailureKind, Kernel, KernelClass, MeasureError, Problem, log
 from tiledsched.core.processes import python_command
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, RivalTime
 from tiledsched.measure.timing import BURST_GAP_S
 
-log = logging.getLogger("tiledsched")
 RIVAL_COMMAND = python_command("tiledsched.rivals.worker")
 ROUNDS = {"burst": 30, "sustained": 200}
 """Samples of each, by regime."""
