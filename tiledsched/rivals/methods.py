@@ -206,8 +206,7 @@ def try_call(torch: Any, call: Call, flush: Any, looks: int = LOOKS) -> Trial:
     """
     host_us = host_cost_us(torch, call)
     watch = TorchStopwatch(torch, [call], flush, host_us=host_us)
-    look_us = min(watch.read(watch.queue(0, paced=True)) for _ in range(looks))
-    return Trial(call=call, look_us=look_us, host_us=host_us)
+    return Trial(call=call, look_us=min(watch.read(watch.queue(0, paced=True)) for _ in range(looks)), host_us=host_us)
 
 
 def capture_short(watch: TorchStopwatch, trials: Sequence[Trial]) -> list[int]:

@@ -82,8 +82,7 @@ def promising_part(
     bases = dict.fromkeys(tuple(schedule[name] for name in fixed) for schedule in [*winners, *plain[:MOST_PLAIN]])
     found = dict.fromkeys([space.default(problem, pinned=pinned), *plain])
     for base in bases:
-        held = {**pinned, **dict(zip(fixed, base, strict=True))}
-        found |= dict.fromkeys(space.schedules(problem, pinned=held))
+        found |= dict.fromkeys(space.schedules(problem, pinned={**pinned, **dict(zip(fixed, base, strict=True))}))
     return list(found)
 
 
