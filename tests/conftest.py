@@ -46,11 +46,11 @@ class Printed(NamedTuple):
 
 @pytest.fixture
 def cli(capsys):
-    """Run the command line: check the exit code, and return what was printed."""
+    """Run the command line, given as words or as one text: check the exit code, and return what was printed."""
     from tiledsched.cli import main
 
     def run(words, *, code: int = 0, **fakes) -> Printed:
-        assert main(words, **fakes) == code
+        assert main(words.split() if isinstance(words, str) else words, **fakes) == code
         return Printed(*capsys.readouterr())
 
     return run
@@ -143,6 +143,18 @@ def fresh():
     serve.reload()
 
 
+@pytest.fixture
+def serve(monkeypatch):
+    """The module of `sdpa`, which refuses what it does not serve, so that a test which passes was served."""
+    from tiledsched.ops import sdpa as module
+
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
+    module.reload()
+    yield module
+    monkeypatch.delenv("TILEDSCHED_FALLBACK", raising=False)
+    module.reload()
+
+
 @lru_cache
 def shipped_entries(table: Path, changed_ns: int) -> list[Entry]:
     """The entries of a table that ships, read once for the hundreds of tests that serve from it."""
@@ -172,4 +184,13 @@ def quiet():
     """No warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def left_to_torch(quiet):
+    """What our kernels do not serve, torch does."""
+    from tiledsched import configure
+
+    with configure(fallback="torch"):
         yield

@@ -1,5 +1,5 @@
 /* A CUDA driver that says yes: cuTile's launcher runs without a GPU, asks for machine code, and launches nothing.
-   One context on one device of compute capability 9.0. Compiled by tests/test_launched_programs.py. */
+   One context on one device of compute capability 9.0. Compiled by tests/test_host_code.py. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>

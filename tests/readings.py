@@ -13,16 +13,15 @@ from tiledsched.core.problem import rate_of, unit_of
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 
 N = r"([\d,]+)"
-LONGER = (
-    r"(as long|[\d.,]+% (?:longer|less time)|[\d.,]+ times as long)(?: as the best schedule| than the best schedule)?"
-)
+SHARE = r"(as long|[\d.,]+% (?:longer|less time)|[\d.,]+ times as long)"
+LONGER = rf"{SHARE}(?: as the best schedule| than the best schedule)?"
 TILE = r"(\d+x\d+)"
 CODE = r"`([^`]*)`"
 COST = rf"{LONGER} \((?:median of )?([\d,]+) problems?(?:, at most {LONGER})?\)"
 MEDIAN = r"\((?:median of )?([\d,]+) problems?\)"
 TIME = r"([\d.,]+) µs(?: \(([\d.,]+) ([A-Z]+/s)\))?"
 EXPLAINS = (
-    "Each (square|line|dot|figure|tile|point|size)|Where a point is|None is known: no rule|Orange|Outlined|Next: |As the map|At the foot|What is served has|The best schedule reaches|"
+    "Each (square|line|dot|figure|tile|point|size)|Where a point is|None is known|No rule|Each share|Orange|Outlined|Next: |As the map|At the foot|What is served has|The best schedule reaches|"
     "Times of two races|Faster only|Fewer than|Which value is good depends|[0-9,]+ of [0-9,]+ programs are drawn|Grey lines|Bars count|Point at|In schedules|To learn|To measure|Fewer may|All |"
     "A (schedule|question|problem) |Changes of one knob|Differences below|Too few|Short is|A value|`saves`"
 )
@@ -215,17 +214,17 @@ def error_unknown(self, case, rest, problems):
 
 
 def holds(problem, condition):
-    """Whether a condition such as `not `causal` and `seq_q` is from 180` holds for a problem; so does an empty one."""
+    """Whether a condition such as `not `causal` and `seq_q` ≥ 180` holds for a problem; so does an empty one."""
     return all(_part_holds(problem, part) for part in condition.split(" and ") if part)
 
 
 def _part_holds(problem, part):
-    no, name, how, value = re.fullmatch(r"(not )?`(\w+)`(?: is (up to|from|not)? ?(\S+))?", part).groups()
+    least, no, name, how, value = re.fullmatch(r"(?:(\d+) ≤ )?(not )?`(\w+)`(?: (is not|is|≤|≥) (\S+))?", part).groups()
     called = problem.declaration.written.get(name) or problem.declaration.label.get(name, name)
     own = problem.values[name if name in problem.values else called if isinstance(called, str) else called[0]]
-    if how in ("up to", "from"):
-        return own <= int(value) if how == "up to" else own >= int(value)
-    return (own is True if value is None else value_text(own) == value) != bool(no or how == "not")
+    if how in ("≤", "≥"):
+        return int(least or own) <= own <= int(value) if how == "≤" else own >= int(value)
+    return (own is True if value is None else value_text(own) == value) != bool(no or how == "is not")
 
 
 def rules_table(self, group, head, cells):
@@ -331,8 +330,8 @@ def best(self, case, schedule, us, rate, unit):
     yield "unit", unit, lambda: unit_of(case.problem)
 
 
-def within(self, case, device, arch, day, programs, near, wider):
-    """How many programs of a problem were measured, and how many are nearly as fast as the best."""
+def measured_on(self, case, device, arch, day, programs):
+    """How many programs of a problem were measured, where and when."""
     yield "device", device, lambda: case.device
     yield (
         "day",
@@ -340,14 +339,14 @@ def within(self, case, device, arch, day, programs, near, wider):
         lambda: f"{max(one.created for one in self.evidence.listed if one.problem == case.problem):%Y-%m-%d}",
     )
     yield "programs", programs, lambda: case.count
-    yield "within 1%", near, lambda: sum(case.cost(each) <= 0.01 for each in case.programs) - 1
-    yield "within 5%", wider, lambda: sum(case.cost(each) <= 0.05 for each in case.programs) - 1
 
 
-def estimated(self, case, programs, mean, figures, source, worst):
+def estimated(self, case, programs, day, mean, figures, source, worst, least):
     """How many programs of a problem were estimated, and how far such estimates are off."""
     yield "programs", programs, lambda: case.count
     yield "error", mean, lambda: case.error["mean"]
+    yield "day", day, lambda: str(case.entry["updated_at"])[:10]
+    yield "decides", least, lambda: case.tolerance
     yield "figures", figures, lambda: case.error["figures"]
     yield "source", source, lambda: case.error["source"]
     yield (
@@ -357,15 +356,21 @@ def estimated(self, case, programs, mean, figures, source, worst):
     )
 
 
-def bare_rule(self, case, knobs, parts):
-    """A rule without its score: it is right for more problems than one value for all."""
+def rule_here(self, case, knobs, parts, right, constant):
+    """A rule with its score as shares of the problems, and a mark at the value of this problem."""
     found = self.rule(tuple(re.findall(r"`(\w+)`", knobs)), parts)
-    yield "beats one value", True, lambda: found()["right"] > found()["constant"]
+    clauses = [part.partition(" where ")[::2] for part in parts.removesuffix(" elsewhere").split("; ")]
+    marked = next(value for value, _ in clauses if value.endswith(" (here)"))
+    own = next(value for value, condition in clauses if holds(case.problem, condition))
+    yield "here", marked, lambda: own
+    yield "one value for all", f"{constant}%", lambda: f"{found()['constant'] / found()['problems']:.0%}"
+    yield "right", True, lambda: int(right) <= round(100 * found()["right"] / found()["problems"])
 
 
 def matters(self, case, text):
-    """What knobs cost at their worst value in one problem."""
-    for knob, value, cost in re.findall(rf"`(\w+)` = (\S+) {LONGER}", text):
+    """What knobs cost at their worst value in one problem, beside the value that the best schedule has."""
+    for knob, value, cost, against in re.findall(rf"`(\w+)` = (\S+) takes {SHARE} (?:than|as) (\w+)", text):
+        yield "against", against, lambda knob=knob: value_text(case.leader[knob])
         yield "worst value", cost, lambda knob=knob: max(worst_effects(case, knob))[0] - 1
         yield "which", value, lambda knob=knob: max(worst_effects(case, knob))[1]
 
@@ -386,11 +391,10 @@ def fact(self, case, title, value, more):
     """A fact of the first screen."""
     us = re.search(r"([\d.,]+) µs", more)
     code = re.search(CODE, more)
-    estimate = re.match(rf"By the estimates {LONGER}|By the estimates no longer", more)
-    tie = re.match(rf"{LONGER}, which cannot be told apart|no longer, which", more)
-    said = (estimate or tie)[1] if estimate or tie else value.replace("no longer", "as long")
-    said = said or "as long"
-    if title in ("Served", "Best"):
+    tie = re.match(rf"It cannot be told apart from what is served \({LONGER}\)", more)
+    said = tie[1] if tie else value
+    untold = value == "cannot be told"
+    if title in ("Served to calls", "Best"):
         yield "name", value, lambda: name_of(self, case.served or case.leader)
         if code:
             yield "schedule", code[1], lambda: (case.served or case.leader).short()
@@ -405,10 +409,13 @@ def fact(self, case, title, value, more):
             yield "faster by", faster[2], lambda: case.us / case.times[case.serves] - 1
     elif title == "Compiler defaults" and case.default is None:
         yield "not known", value, lambda: "not known"
+    elif untold:
+        other = case.default if title == "Compiler defaults" else case.second_tile(self.tile)
+        yield "beyond the model's error", False, lambda: case.cost(other) > case.tolerance
     elif title == "Compiler defaults":
         yield "cost", said, lambda: case.cost(case.default)
         yield "us", us and us[1], lambda: case.times[case.default]
-        if not estimate:
+        if case.provenance == "measured":
             yield "tie", bool(tie), lambda: case.tied(case.default, case.serves or case.best)
     elif title.startswith("Second best") and value != "not known":
         yield "cost", said, lambda: _drop(case.second_tile(self.tile))
@@ -419,9 +426,18 @@ def fact(self, case, title, value, more):
         yield "expected", value[6:], lambda: {f"{shown(band['mean'])} longer" for band in self.evidence.bands}
         cases, worst = re.search(r"On (\d+) other tuned problems .*, (\S+%) at worst", more).groups()
         yield "of", (int(cases), worst), lambda: {(band["cases"], shown(band["worst"])) for band in self.evidence.bands}
-    elif title == "Served without tuning" and (estimate or tie or "%" in value or value in ("no longer", "as long")):
+    elif title == "Served without tuning" and value == "the same":
+        if "never tuned" in more:
+            yield "tuned", False, lambda: bool(case.entry) and case.entry["provenance"] == "measured"
+        else:
+            yield "the same", case.served.id, lambda: self.untuned_choice(case).id
+    elif title == "Served without tuning" and (tie or "%" in value or value == "as long"):
         yield "cost", said, lambda: case.cost(self.untuned(case))
-        yield "name", re.search(r"(?:^|\. )([^.]+), chosen by", more)[1], lambda: name_of(self, self.untuned(case))
+        yield (
+            "name",
+            re.search(r"(?:^|[.:] )([^.]+), (?:chosen by|the compiler)", more)[1],
+            lambda: name_of(self, self.untuned(case)),
+        )
 
 
 def shown(share):
@@ -614,22 +630,21 @@ SENTENCES = {
     "untried": (r"Too few programs that differ in one knob alone were timed to judge (.*)\.", advised("untried")),
     "highest rate": (rf"Among these problems, the highest rate is that of ([^:]*): {CODE}, {TIME}\.", highest),
     "best": (rf"(?:On [^`]* |By [^`]* )?[Tt]he best schedule is {CODE}: {TIME}(?:, measured)?\.", best),
-    "within": (
-        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs?(?:; beside the fastest, {N} (?:is|are) within "
-        rf"1% of its time and {N} within 5%)?\.",
-        within,
+    "measured on": (
+        rf"Measured on ([^(]*) \((sm_\w+), ([\d-]+)\)(?: at its power cap)?: {N} programs? of this problem\.",
+        measured_on,
     ),
     "estimated": (
-        rf"Nothing was measured: the performance model estimates {N} programs? for sm_\w+; such estimates were ([\d.]+%) off on "
-        rf"average \({N} ([^;]*); at worst ([\d.]+% too \w+)\), so that smaller differences decide nothing\.",
+        rf"Nothing was measured: the performance model estimated {N} programs? for [^;]*?(?: on ([\d-]+))?; such estimates were ([\d.]+%) off on "
+        rf"average \({N} ([^;]*); at worst ([\d.]+% too \w+)\), so that differences below ([\d.]+%) decide nothing\.",
         estimated,
     ),
     "estimated, no error": (
-        rf"Nothing was measured: the performance model estimates {N} programs? for sm_\w+; no estimate .*\.",
+        rf"Nothing was measured: the performance model estimated {N} programs? for [^;]*?(?: on [\d-]+)?; no estimate .*\.",
         lambda self, case, programs: [("programs", programs, lambda: case.count)],
     ),
-    "bare rule": (r"(`\w+`(?: x `\w+`)*): ([^():]*)\.", bare_rule),
-    "matters": (r"The values that cost most here, besides the \w[\w ]*: (.*)\.", matters),
+    "rule here": (r"(`\w+`(?: x `\w+`)*): (.*) \(right for (\d+)%, one value for all for (\d+)%\)\.", rule_here),
+    "matters": (r"(?:By the estimates, )?(`\w+` = \S+ takes .*)\.", matters),
     "few": (
         rf"{N} schedules? (?:is|are) enough to keep all {N} problems within 5% of their best, {N} within 2%, {N} within 1%\.",
         few,

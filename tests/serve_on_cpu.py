@@ -91,6 +91,11 @@ def tensors(
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
+def rows_first(x):
+    """The same tensor, its rows before its heads in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def expected(q, k, v, alignment=None, scale=None, dtype=None):
     """In float32 through torch's math, with a mask spelled out."""
     rows, keys = q.shape[-2], k.shape[-2]

@@ -165,7 +165,7 @@ class Reader:
 
     def sentences(self, text, where, case=None):
         """The statements of some sentences. `case` is the problem that they are about, where it is one."""
-        text = plain(text).removeprefix("Knobs that matter: ")
+        text = re.sub("^Knobs [^:]*: ", "", plain(text))
         for sentence in re.split(r"(?<=[.;])\s+(?=[A-Z`])(?=(?:[^`]*`[^`]*`)*[^`]*$)", text):
             sentence = sentence.strip()
             for kind, (pattern, read) in readings.SENTENCES.items():
@@ -261,20 +261,27 @@ class Reader:
             return {"problems": len(known), "constant": constant, "right": right}
 
         clauses = [
-            (part.partition(" where ")[0].removesuffix(" elsewhere"), part.partition(" where ")[2])
+            (
+                part.partition(" where ")[0].removesuffix(" elsewhere").removesuffix(" (here)"),
+                part.partition(" where ")[2],
+            )
             for part in parts.split("; ")
         ]
         clauses = [(words.split(" or ")[0], condition) for words, condition in clauses]
         return found
 
-    def untuned(self, case):
-        """The schedule with a time that is served without tuning; None where that has none."""
+    def untuned_choice(self, case):
+        """The schedule that is served without tuning."""
         if case.problem not in self._untuned:
             if self._hidden is None:
                 self._hidden = Hidden(self.evidence)
-            chosen = self._hidden.served(case.problem)
-            self._untuned[case.problem] = case.timed_as(chosen) or self.evidence.timed_as(case, chosen.id)
+            self._untuned[case.problem] = self._hidden.served(case.problem)
         return self._untuned[case.problem]
+
+    def untuned(self, case):
+        """The same, as it was timed; None where it has no time."""
+        chosen = self.untuned_choice(case)
+        return case.timed_as(chosen) or self.evidence.timed_as(case, chosen.id)
 
     @property
     def untuned_costs(self):
@@ -355,7 +362,7 @@ class Hidden:
         self._manifest, self._name = data / "manifest.json", table
 
     def served(self, problem):
-        """What `explain` serves for a problem of which no entry is there, nor of another that is the same work."""
+        """What `explain` serves for a problem that was never measured, nor another one that is the same work."""
         alike, known = self.evidence.kernel.similarity, self.evidence.problem
         same = {
             entry["problem"]
@@ -363,7 +370,11 @@ class Hidden:
             if alike.kind(entry["problem"]) == alike.kind(problem) and alike.distance(entry["problem"], problem) == 0
         } | {problem}
         if self._entries:
-            entries = [each for each in self._entries["entries"] if known(each["problem"]) not in same]
+            entries = [
+                each
+                for each in self._entries["entries"]
+                if each["provenance"] == "modelled" or known(each["problem"]) not in same
+            ]
             text = json.dumps(self._entries | {"entries": entries}).encode()
             self._table.write_bytes(text)
             self._listed["files"][self._name] = {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
@@ -373,7 +384,7 @@ class Hidden:
             shutil.copy(self.evidence.db, database)
             with sqlite3.connect(database) as connection:
                 numbers = [(each.id,) for each in same]
-                connection.executemany("delete from entries where problem_id = ?", numbers)
+                connection.executemany("delete from entries where provenance <> 'modelled' and problem_id = ?", numbers)
         command = ["explain", self.evidence.kernel.name, "--arch", self.evidence.arch, "-p", format_problem(problem)]
         shown = run(*command, "--json", db=database, home=self.folder)
         return Schedule(json.loads(shown)["schedule"])

@@ -211,7 +211,7 @@ def test_rows_behind_the_last_sequence_have_zero_gradients() -> None:
     given[-1][-1] = given[-2][-1] = 36
     for name, rival in rivals.raced(p).items():
         for made in call_on(rival, given)():
-            assert made[:, :, :36].abs().sum() > 0
+            assert made[:, :, :36].any(), name
             assert made.isfinite().all(), name
             assert not made[:, :, 36:].any(), name
 
@@ -275,11 +275,10 @@ def test_rows_tell_errors_apart_and_gradients_that_are_wrong_have_no_time(cuda, 
         call = torch_operator(name)
         return lambda *given, **more: (*call(*given, **more)[:2], call(*given, **more)[2] / 2)
 
-    rows = cell((METHODS[name] for name in (FLASH, FLASH_4)), problem=problem(causal=True))
-    assert rows[FLASH_4].status == "ok"
-    assert rows[FLASH_4].output_errs.startswith("dQ=")
     monkeypatch.setattr(rivals, "torch_operator", halved)
-    rows = cell((METHODS[name] for name in (CUDNN, FLASH, VARLEN)), problem=problem(causal=True))
-    assert rows[CUDNN].status.startswith("wrong result: relative error 0.5")
-    assert rows[VARLEN].status.startswith("not served: torch's varlen attention is for packed sequences")
+    rows = cell((METHODS[name] for name in (CUDNN, FLASH_4, VARLEN)), problem=problem(causal=True))
+    begins = ["wrong result: relative error 0.5", "ok", "not served: torch's varlen attention is for packed sequences"]
+    for row, status in zip(rows.values(), begins, strict=True):
+        assert row.status.startswith(status)
+    assert rows[FLASH_4].output_errs.startswith("dQ=")
     assert math.isclose(rows[CUDNN].problem.flops, 2.5 * 4 * 2 * 4 * (24 * 24 / 2) * 16)

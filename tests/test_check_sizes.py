@@ -54,33 +54,28 @@ class Copied(Kernel):
         return X
 
 
-class Whole(Copied):
-    """Rows that are one tile, by a constraint."""
-
-    columns = ts.dim(constant=True)
-    constraints = {"TN >= columns": "a row is one tile"}
-    suites = {"one": [{"rows": 8192, "columns": 64}]}
+def like(name, **fields):
+    """`Copied` with other fields."""
+    return type(name, (Copied,), {**fields, "__module__": __name__})
 
 
-class Multiples(Copied):
-    """A size that must be a multiple, by a constraint that reads no knob."""
-
-    constraints = {"columns % 48 == 0": "whole groups"}
-    suites = {"one": [{"rows": 8192, "columns": 48 * 64}]}
+def sizes(**given):
+    return {"one": [given]}
 
 
-class Square(Copied):
-    """Sizes that change only together."""
-
-    requires = {"rows == columns": "it is square"}
-    suites = {"one": [{"rows": 8192, "columns": 8192}]}
-
-
-class Few(Copied):
-    """A size with a largest value."""
-
-    rows = ts.dim(most=20)
-    suites = {"one": [{"rows": 20, "columns": 8192}]}
+# Rows that are one tile, by a constraint.
+Whole = like(
+    "Whole",
+    columns=ts.dim(constant=True),
+    constraints={"TN >= columns": "a row is one tile"},
+    suites=sizes(rows=8192, columns=64),
+)
+# A size that must be a multiple, by a constraint that reads no knob.
+Multiples = like(
+    "Multiples", constraints={"columns % 48 == 0": "whole groups"}, suites=sizes(rows=8192, columns=48 * 64)
+)
+Square = like("Square", requires={"rows == columns": "it is square"})  # sizes that change only together
+Few = like("Few", rows=ts.dim(most=20), suites=sizes(rows=20, columns=8192))  # a size with a largest value
 
 
 @pytest.mark.parametrize(
@@ -100,19 +95,17 @@ def test_every_size_is_two_tiles_and_the_rest_of_one_or_what_is_allowed(kernel, 
     assert {name: values[name] for name in sizes} == sizes
 
 
-class Fixed(Copied):
-    """Compile-time sizes, of which one is of no array, and one cannot be smaller."""
-
-    columns, depth, groups = ts.dim(constant=True), ts.dim(constant=True), ts.dim(constant=True)
-    requires = {"groups % 4194304 == 0": "it has no smaller one"}
-    suites = {"one": [{"rows": 8192, "columns": 1 << 20, "depth": 1 << 21, "groups": 1 << 22}]}
-
-
 def test_compile_time_sizes_are_halved_until_arrays_are_small():
-    """Only those that make arrays smaller, down to the first that does."""
-    base = Fixed.suites["one"][0]
-    small = SizeFinder(kernel=Fixed, space=space_for("sm_90", Fixed), base=Fixed.problem(**base)).small
-    assert (small.depth, small.groups) == (base["depth"], base["groups"])
+    """Only those that make arrays smaller, down to the first that does: one is of no array, and one cannot be smaller."""
+    base = {"rows": 8192, "columns": 1 << 20, "depth": 1 << 21, "groups": 1 << 22}
+    fixed = like(
+        "Fixed",
+        **{name: ts.dim(constant=True) for name in ("columns", "depth", "groups")},
+        requires={"groups % 4194304 == 0": "it has no smaller one"},
+        suites=sizes(**base),
+    )
+    small = SizeFinder(kernel=fixed, space=space_for("sm_90", fixed), base=fixed.problem(**base)).small
+    assert (small.depth, small.groups) == (1 << 21, 1 << 22)
     assert FEW_ELEMENTS / 2 < 2 * small.rows * small.columns <= FEW_ELEMENTS
 
 
@@ -207,10 +200,7 @@ def test_sizes_that_the_reference_or_the_compiler_refuses_are_not_taken_for_wron
 
 
 def test_a_kernel_without_suites_is_checked_too():
-    class Bare(Copied):
-        suites = {}
-
-    rows = list(ts.check(Bare))
+    rows = list(ts.check(like("Bare", suites={})))
     assert all(row.passed for row in rows)
     assert max(row.tiles["columns"] for row in rows) > 2
 
@@ -225,12 +215,10 @@ def test_sizes_that_are_given_stay_as_they_are():
 
 
 def test_every_value_of_every_knob_is_checked_and_schedules_with_other_hints_once():
-    class Many(Copied):
-        knobs = {"TM": [16, 1, 2, 4], "TN": [64, 128, 32], "num_worker_warps": [4, 8], "occupancy": [1, 2, 4]}
-
-    schedules = {row.schedule for row in ts.check(Many)}
-    assert {each["TM"] for each in schedules} == {16, 1, 2, 4}
-    assert {each["TN"] for each in schedules} == {64, 128, 32}
+    knobs = {"TM": [16, 1, 2, 4], "TN": [64, 128, 32], "num_worker_warps": [4, 8], "occupancy": [1, 2, 4]}
+    schedules = {row.schedule for row in ts.check(like("Many", knobs=knobs))}
+    for name in ("TM", "TN"):
+        assert {each[name] for each in schedules} == set(knobs[name])
     assert len(schedules) <= 12
 
 
@@ -259,8 +247,7 @@ class Neighbour(Kernel):
 
 
 def test_blocks_that_read_what_others_change_are_found():
-    wrong = [row.message for row in ts.check(Neighbour, [{"count": 8}]) if not row.passed]
-    assert any("right where blocks run in turn" in message for message in wrong)
+    assert any("right where blocks run in turn" in row.message for row in ts.check(Neighbour, [{"count": 8}]))
 
 
 def waiting(Turn, Out):
@@ -353,26 +340,20 @@ def test_sums_in_bfloat16_are_found_whatever_the_types_of_inputs_and_outputs(nam
 
 def test_every_schedule_that_is_counted_has_run():
     """A limit of work had left out half of them without a word."""
-
-    class Twelve(Copied):
-        knobs = {"TM": [16, 32, 64, 256], "TN": [64, 128, 256]}
-
-    assert len({row.schedule for row in ts.check(Twelve, schedules=100) if row.passed}) == 12
-    assert len({row.schedule for row in ts.check(Twelve, schedules=5)}) == 5
+    twelve = like("Twelve", knobs={"TM": [16, 32, 64, 256], "TN": [64, 128, 256]})
+    for most, count in ((100, 12), (5, 5)):
+        assert len({row.schedule for row in ts.check(twelve, schedules=most) if row.passed}) == count
 
 
 @pytest.mark.slow
 def test_a_schedule_that_works_for_large_sizes_only_is_checked_on_one_of_these_or_named():
-    class Large(Copied):
-        constraints = {"TN <= 64 or rows >= 600": "wide tiles pay for many rows only"}
-
-    rows = list(ts.check(Large))
+    rows = list(ts.check(like("Large", constraints={"TN <= 64 or rows >= 600": "wide tiles pay for many rows only"})))
     assert {(row.schedule["TN"], row.problem.rows >= 600) for row in rows if row.passed} >= {(128, True), (64, False)}
-
-    class TooLarge(Copied):
-        constraints = {"TN <= 64 or rows >= 10000000": "wide tiles pay for very many rows only"}
-        suites = {"one": [{"rows": 20_000_000, "columns": 64}]}
-
-    skipped = [row for row in ts.check(TooLarge) if row.verdict == "not run"]
+    too_large = like(
+        "TooLarge",
+        constraints={"TN <= 64 or rows >= 10000000": "wide tiles pay for very many rows only"},
+        suites=sizes(rows=20_000_000, columns=64),
+    )
+    skipped = [row for row in ts.check(too_large) if row.verdict == "not run"]
     assert {row.schedule["TN"] for row in skipped} == {128}
     assert all("very many rows" in row.skipped for row in skipped)

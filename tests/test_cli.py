@@ -17,7 +17,7 @@ import pytest
 from golden import check_golden, lacking, leaf_commands
 
 from tiledsched.build import toolchain
-from tiledsched.cli import app, main, renamed
+from tiledsched.cli import Ended, _Stderr, app, main, progress, renamed, tuned_output
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
 from tiledsched.core import data_files, errors, labels, registry, space_files
@@ -26,6 +26,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.report.sources import WithShipped
+from tiledsched.store.db import TuningDB
 from tiledsched.tuning.resources import Tools
 
 ROOT = Path(__file__).parent.parent
@@ -170,8 +171,6 @@ def test_programs_are_built_then_recorded_and_another_run_measures_nothing(home,
 def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, cli) -> None:
     from report_samples import DEVICE, PROBLEM, add_times, plain
 
-    from tiledsched.store.db import TuningDB
-
     with TuningDB.open() as db:
         add_times(db, {plain(128, 64): 100.0, plain(128, 128): 110.0})
         add_times(db, {plain(128, 64): 150.0, plain(128, 128): 120.0}, regime="sustained")
@@ -281,8 +280,6 @@ def test_an_old_flag_of_attention_names_the_problem(cli, flag) -> None:
     ],
 )
 def test_the_programs_options_stand_anywhere(home, capsys, caplog, line) -> None:
-    from tiledsched.store.db import TuningDB
-
     TuningDB.open("x.db").close()
     with caplog.at_level(logging.WARNING):  # which also puts back what -v sets
         assert main(line.split()) == 0
@@ -451,8 +448,6 @@ def test_any_kernel_is_tuned_shown_and_explained_without_a_gpu(added, cli, monke
 
 
 def test_progress_off_a_terminal_is_a_few_lines(capsys) -> None:
-    from tiledsched.cli import progress
-
     clock = 0.0
     with progress.TuneProgress(clock=lambda: clock) as watcher:
         watcher.stage(Attention.problem(seq_q=1, seq_k=1, head_dim=16), "compiling", 100)
@@ -482,8 +477,6 @@ def test_candidates_that_cannot_be_read(tmp_path, cli, text, wanted) -> None:
 @pytest.mark.parametrize("budget_s", [None, 30.0])
 def test_a_terminal_shows_a_bar_the_best_so_far_and_the_time_left(budget_s) -> None:
     from rich.console import Console
-
-    from tiledsched.cli import progress
 
     clock, screen = 0.0, io.StringIO()
     console = Console(file=screen, width=80, force_terminal=True)
@@ -557,7 +550,6 @@ def test_what_was_measured_is_answered_at_80_columns(capsys, monkeypatch, stored
     """Without a GPU: see the next test."""
     import store_samples
 
-    from tiledsched.cli import tuned_output
     from tiledsched.tuning.results import TuneReport, TuneResult
 
     long = Schedule(tile_m=128, tile_n=64, **{f"a_knob_with_a_long_name_{i}": i for i in range(1, 4)})
@@ -781,8 +773,6 @@ def test_a_shell_completes_commands_flags_and_their_words(cli, monkeypatch, line
 
 
 def test_the_log_goes_above_the_bars_and_is_silent_about_interrupted_cleanup(monkeypatch) -> None:
-    from tiledsched.cli import Ended, _Stderr
-
     handler, said = _Stderr(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)  # as rich does where bars are drawn
     handler.emit(logging.makeLogRecord({"msg": "waiting for GPU"}))

@@ -33,8 +33,8 @@ def alone(monkeypatch, tmp_path):
 
 def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
     user, project = tmp_path / "user.toml", tmp_path / "project.toml"
-    user.write_text("regime = 'sustained'\ndb = 'user.db'\n[knobs]\ntile_m = 64\noccupancy = 1\n")
-    project.write_text("db = 'project.db'\n[knobs]\ntile_m = 128\n")
+    user.write_text("regime = 'sustained'\ndb = 'user.db'\nlog_level = 'info'\n[knobs]\ntile_m = 64\noccupancy = 1\n")
+    project.write_text("db = 'project.db'\nsync = true\n[knobs]\ntile_m = 128\nloop_split = false\n")
     found = load_settings(
         {"accum_mode": None, "fallback": "error"},
         environ={"TILEDSCHED_DB": "env.db", "HOME": "/x", "TILEDSCHED_PERSISTENT": "strided"},
@@ -42,9 +42,10 @@ def test_flags_beat_environment_beats_project_beats_user(tmp_path) -> None:
         user=user,
     )
     assert (found.regime, found.db, found.fallback, found.accum_mode) == ("sustained", "env.db", "error", "fp32")
-    assert found.knobs == {"tile_m": 128, "occupancy": 1, "persistent": "strided"}
-    assert found.sources["tile_m"] == str(project)
-    assert found.sources["db"] == "TILEDSCHED_DB"
+    assert (found.sync, found.log_level) == (True, "info")
+    assert found.knobs == {"tile_m": 128, "occupancy": 1, "persistent": "strided", "loop_split": False}
+    assert (found.sources["tile_m"], found.sources["db"]) == (str(project), "TILEDSCHED_DB")
+    assert load_settings(environ={"TILEDSCHED_SYNC": "0"}, project=project).sync is False
 
 
 WRONG = [
@@ -77,22 +78,11 @@ def test_wrong_settings_name_the_allowed_values_and_change_nothing(values, words
     ],
 )
 def test_a_broken_settings_file_is_named(tmp_path, text, words) -> None:
-    path = tmp_path / "project.toml"
-    path.write_text(text)
+    (tmp_path / "project.toml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(words)):
-        load_settings(environ={}, project=path)
-    path.unlink()
-    path.mkdir()
+        load_settings(environ={}, project=tmp_path / "project.toml")
     with pytest.raises(ConfigError, match="is not a file, and settings are read from it"):
-        load_settings(environ={}, project=path)
-
-
-def test_every_kind_of_value_is_read(tmp_path) -> None:
-    project = tmp_path / "project.toml"
-    project.write_text("sync = true\nlog_level = 'info'\n[knobs]\nloop_split = false\n")
-    found = load_settings(environ={}, project=project)
-    assert (found.sync, found.log_level, found.knobs) == (True, "info", {"loop_split": False})
-    assert load_settings(environ={"TILEDSCHED_SYNC": "0"}, project=project).sync is False
+        load_settings(environ={}, project=tmp_path)
 
 
 def test_knobs_are_those_of_the_search_space() -> None:
@@ -109,15 +99,18 @@ def test_knobs_are_those_of_the_search_space() -> None:
 
 def test_configure_beats_the_environment_and_is_undone(monkeypatch) -> None:
     monkeypatch.setenv("TILEDSCHED_REGIME", "sustained")
+
+    def found(**flags) -> tuple[str, dict, bool]:
+        settings = load_settings(flags)
+        return settings.regime, settings.knobs, settings.sync
+
     with configure(regime="burst", tile_m=128):
-        found = load_settings()
-        assert (found.regime, found.knobs, found.sources["regime"]) == ("burst", {"tile_m": 128}, "configure")
+        assert (*found(), load_settings().sources["regime"]) == ("burst", {"tile_m": 128}, False, "configure")
         with configure(regime=None, sync="yes"):
-            assert (load_settings().regime, load_settings().sync) == ("sustained", True)
-            assert load_settings().knobs == {"tile_m": 128}
-        assert load_settings({"regime": "sustained"}).regime == "sustained"  # a flag beats it
-        assert load_settings().regime == "burst"
-    assert (load_settings().regime, load_settings().knobs, load_settings().sync) == ("sustained", {}, False)
+            assert found() == ("sustained", {"tile_m": 128}, True)
+        assert found(regime="sustained") == ("sustained", {"tile_m": 128}, False)  # a flag beats it
+        assert found() == ("burst", {"tile_m": 128}, False)
+    assert found() == ("sustained", {}, False)
 
 
 def test_configure_stays_without_a_block_and_tells_who_watches() -> None:
@@ -155,14 +148,11 @@ def documented() -> dict[str, str]:
     return {name: text for name, _, text in rows}
 
 
-def test_the_table_lists_every_setting() -> None:
+def test_the_documentation_lists_every_setting_and_every_other_variable() -> None:
     assert set(documented()) == set(SETTINGS)
     for name, allowed in SETTINGS.items():
         if isinstance(allowed, tuple):
             assert re.findall(r"`(\w+)`", documented()[name].split(":")[0]) == list(allowed), name
-
-
-def test_the_documentation_names_every_other_variable() -> None:
     private = {"TILEDSCHED_WORKER_KEY", "TILEDSCHED_TEST_POSTGRESQL"}
     assert [name for name in config.OTHER_VARIABLES if name not in private and f"`{name}`" not in SERVING] == []
 
@@ -229,9 +219,7 @@ def test_a_project_file_names_places_outside_its_folder_only_once_it_is_trusted(
         ignored
     )
     assert "secret" not in caplog.text
-    assert main(["trust"]) == 0
-    assert found()
+    assert (main(["trust"]), found()) == (0, True)
     path.write_text(f"{text}\nsync = true")
     assert found() == (not ignored)
-    assert main(["trust"]) == main(["trust", "--revoke"]) == 0
-    assert found() == (not ignored)
+    assert (main(["trust"]), main(["trust", "--revoke"]), found()) == (0, 0, not ignored)

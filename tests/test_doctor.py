@@ -1,19 +1,22 @@
-"""The doctor, on machines made up by replacing what it looks at."""
+"""The doctor, on machines made up by replacing what it looks at; and the install lines that it and other messages give."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
+from golden import lacking
 
 from tiledsched import __version__, doctor
 from tiledsched.build import toolchain
 from tiledsched.cli.machine_commands import print_findings
-from tiledsched.core.extras import installing
+from tiledsched.core.errors import MissingPackageError
+from tiledsched.core.extras import installing, missing, required
 from tiledsched.measure.runner import Device
 from tiledsched.store.db import TuningDB
 
@@ -74,18 +77,17 @@ def works(machine, name):
 def test_cpu_only_machine(machine, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     findings = {finding.name: finding for finding in doctor.examine(machine)}
-    assert list(findings) == list(doctor.CHECKS)
-    for name in ("python", "settings", "cuda-tile", "compiler", "targets", "environment", "database", "cache"):
-        assert findings[name].status == "ok", findings[name]
-        assert findings[name].remedy == ""
-    for name in ("driver", "gpu", "arch", "cupy", "torch", "vl-convert"):
-        assert findings[name].status == "missing"
+    statuses = dict.fromkeys(doctor.CHECKS, "ok")
+    statuses |= dict.fromkeys(("driver", "gpu", "arch", "cupy", "torch", "vl-convert"), "missing") | {
+        "evidence": "warn"
+    }
+    assert {name: finding.status for name, finding in findings.items()} == statuses
+    assert [name for name, finding in findings.items() if finding.status == "ok" and finding.remedy] == []
     assert findings["targets"].detail.endswith("sm_121 on aarch64 hosts")
     assert "will be created" in findings["database"].detail
-    assert works(machine, "building").startswith("for sm_80")
-    assert works(machine, "reports").startswith("without charts")
-    assert works(machine, "measuring").startswith("no: ")
-    assert works(machine, "serving") == "no: needs driver, gpu, arch, torch"
+    parts = {"building": "for sm_80", "reports": "without charts", "measuring": "no: "}
+    for name, begins in {**parts, "serving": "no: needs driver, gpu, arch, torch"}.items():
+        assert works(machine, name).startswith(begins), name
 
 
 def test_everything_works(whole, parts):
@@ -145,23 +147,35 @@ def test_what_is_wrong_is_found(whole, parts, name, versions, fields, status, wo
     parts |= versions
     machine = dataclasses.replace(whole, **{"list_devices": list, **fields})
     finding = found(machine, name)
-    assert finding.status == status
-    assert [each for each in words if each not in f"{finding.detail} {finding.remedy}"] == []
+    assert (finding.status, lacking(f"{finding.detail} {finding.remedy}", *words)) == (status, [])
     assert [each.name for each in doctor.examine(machine)] == list(doctor.CHECKS)
 
 
-def test_what_does_not_work_needs_what_is_not_there(whole, machine, parts, monkeypatch):
+def test_what_does_not_work_needs_what_is_not_there(whole, parts):
     parts |= OLD
     assert works(dataclasses.replace(whole), "measuring") == "no: needs arch"
     whole.list_devices, whole.find_driver = lambda: [GB10], lambda: ""
     assert works(whole, "measuring") == "on NVIDIA GB10 (sm_121)"
-    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda-12.4")
-    assert found(machine, "environment").detail.startswith("CUDA_HOME=/usr/local/cuda-12.4")
-    assert found(machine, "environment").remedy.endswith("unset CUDA_HOME")
-    monkeypatch.setenv("TILEDSCHED_REGIME", "lukewarm")
-    assert found(machine, "settings").status == "broken"
-    assert "TILEDSCHED_REGIME" in found(machine, "settings").detail
-    assert found(machine, "database").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "name", "status", "words"),
+    [
+        (
+            "CUDA_HOME",
+            "/usr/local/cuda-12.4",
+            "environment",
+            "warn",
+            ["CUDA_HOME=/usr/local/cuda-12.4", "unset CUDA_HOME"],
+        ),
+        ("TILEDSCHED_REGIME", "lukewarm", "settings", "broken", ["TILEDSCHED_REGIME"]),
+        ("TILEDSCHED_REGIME", "lukewarm", "database", "ok", []),
+    ],
+)
+def test_what_is_wrong_in_the_environment_is_found(machine, monkeypatch, variable, value, name, status, words):
+    monkeypatch.setenv(variable, value)
+    finding = found(machine, name)
+    assert (finding.status, lacking(f"{finding.detail} {finding.remedy}", *words)) == (status, [])
 
 
 def test_without_a_compiler_reports_can_be_written(machine, monkeypatch):
@@ -206,44 +220,44 @@ def test_database_in_order(machine, tmp_path):
         add_modelled(db, plain(128, 64))
         revision = db.schema_revision
     finding = found(machine, "database")
-    assert finding.status == "ok"
-    assert f"schema {revision}, 1 entry (1 modelled)" in finding.detail
+    assert (finding.status, f"schema {revision}, 1 entry (1 modelled)" in finding.detail) == ("ok", True)
 
 
-def test_broken_database(machine, tmp_path):
-    (tmp_path / "tuning.db").write_bytes(b"this is no database, and long enough to tell" * 100)
-    finding = found(machine, "database")
-    assert finding.status == "broken"
-    assert str(tmp_path / "tuning.db") in finding.detail
-    assert "TILEDSCHED_DB" in finding.remedy
-    assert works(machine, "reports") == "no: needs database"
+@pytest.mark.parametrize(
+    ("file", "name", "words", "part"),
+    [("tuning.db", "database", ["tuning.db", "TILEDSCHED_DB"], "reports"), ("cache", "cache", [], "building")],
+)
+def test_a_file_that_is_no_database_or_no_folder_is_found(machine, tmp_path, file, name, words, part):
+    (tmp_path / file).write_bytes(b"this is no database, and long enough to tell" * 100)
+    finding = found(machine, name)
+    assert (finding.status, lacking(f"{finding.detail} {finding.remedy}", *words)) == ("broken", [])
+    assert works(machine, part) == f"no: needs {name}"
 
 
 def test_cache(machine, tmp_path):
-    folder = tmp_path / "cache" / "artifacts"
-    folder.mkdir(parents=True)
-    (folder / "a").write_bytes(b"x" * 2048)
+    (tmp_path / "cache" / "artifacts").mkdir(parents=True)
+    (tmp_path / "cache" / "artifacts" / "a").write_bytes(b"x" * 2048)
     assert found(machine, "cache").detail == f"{tmp_path / 'cache'}: 1 file, 2.0 kB; 1.1 TB free"
-
-
-def test_cache_that_is_a_file(machine, tmp_path):
-    (tmp_path / "cache").write_text("")
-    assert found(machine, "cache").status == "broken"
-    assert works(machine, "building") == "no: needs cache"
 
 
 def test_json(machine):
     findings = doctor.examine(machine)
     data = json.loads(json.dumps(doctor.to_json(findings)))
-    assert set(data) == {"tiledsched", "findings", "overall"}
-    assert data["tiledsched"] == __version__
-    for finding in data["findings"]:
-        assert set(finding) == {"name", "status", "detail", "remedy"}
-        assert finding["status"] in ("ok", "warn", "missing", "broken")
-        assert finding["detail"]
-    assert set(data["overall"]) == {"building", "measuring", "serving", "reports"}
-    assert data["overall"]["building"]["works"] is True
-    assert data["overall"]["measuring"] == {"works": False, "detail": "needs driver, gpu, arch, cupy"}
+    assert data == {
+        "tiledsched": __version__,
+        "findings": [
+            {name: getattr(each, name) for name in ("name", "status", "detail", "remedy")} for each in findings
+        ],
+        "overall": doctor.overall(findings),
+    }
+    assert {name: part["works"] for name, part in data["overall"].items()} == {
+        "building": True,
+        "measuring": False,
+        "serving": False,
+        "reports": True,
+    }
+    assert data["overall"]["measuring"]["detail"] == "needs driver, gpu, arch, cupy"
+    assert all(each.detail for each in findings)
 
 
 def test_text_is_aligned_and_as_wide_as_the_terminal(machine, capsys, monkeypatch):
@@ -270,3 +284,133 @@ def test_the_command_looks_at_the_database_that_is_named(parts, tmp_path, cli):
     assert found["schema_version"] == 1
     (database,) = [each for each in found["findings"] if each["name"] == "database"]
     assert database["detail"].startswith(str(tmp_path / "named.db"))
+
+
+# The install lines that messages give work as written, wherever the package came from
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (None, "pip install 'tiledsched[gpu,report]'"),
+        ({"url": "file:///home/me/a%20b", "dir_info": {"editable": True}}, "pip install -e '/home/me/a b[gpu,report]'"),
+        ({"url": "file:///home/me/tiledsched", "dir_info": {}}, "pip install '/home/me/tiledsched[gpu,report]'"),
+        (
+            {"url": "file:///tmp/tiledsched-1-py3-none-any.whl", "archive_info": {}},
+            "pip install 'tiledsched[gpu,report] @ file:///tmp/tiledsched-1-py3-none-any.whl'",
+        ),
+        (
+            {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "0"}},
+            "pip install 'tiledsched[gpu,report] @ git+https://host/a.git'",
+        ),
+        ([], "pip install 'tiledsched[gpu,report]'"),
+    ],
+)
+def test_the_line_names_where_the_package_came_from(monkeypatch, source, line):
+    class Distribution:
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return None if source is None else json.dumps(source)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution())
+    assert installing("gpu", "report") == line
+
+
+def test_a_checkout_that_was_never_installed(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert installing() == "pip install 'tiledsched'"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn"), "torch.nn is not installed; run: {gpu}"),
+        (
+            ImportError("libc10.so is missing", name="torch._C"),
+            "torch._C cannot be imported (libc10.so is missing); run: {gpu}",
+        ),
+        (ModuleNotFoundError("", name="vl_convert"), "vl_convert is not installed; run: {report}"),
+        (ModuleNotFoundError("", name="ray"), "ray is not installed; run: {fleet}"),
+        (ModuleNotFoundError("", name="cuda.tile"), "cuda.tile is not installed; run: {}"),
+        (ModuleNotFoundError("", name="numpy"), "numpy is not installed; run: {}"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(error, said):
+    lines = {extra: installing(extra) for extra in ("gpu", "report", "fleet")}
+    assert str(missing(error)) == said.replace("{}", installing()).format(**lines)
+    with pytest.raises(MissingPackageError) as found, required():
+        raise error
+    assert str(found.value) == str(missing(error))
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import tiledsched as ts
+from tiledsched.cli import main
+
+for line in sys.stdin.read().splitlines():
+    print(line, main(line.split()), file=sys.stderr)
+for name in ts.__all__:
+    try:
+        getattr(ts, name)
+    except ts.TiledschedError as error:
+        print(name, error, file=sys.stderr)
+try:
+    ts.op("a::b", ts.load_kernel("softmax"))([1.0])
+except ts.TiledschedError as error:
+    print("op", error, file=sys.stderr)
+except RuntimeError:  # of torch, which takes no list
+    pass
+"""
+COMMANDS = """
+tune softmax -p rows=8,columns=64 --arch sm_121 --budget 0 --db x.db
+check softmax -p rows=8,columns=64 --schedules 1
+record softmax -p rows=8,columns=64 --arch sm_121 -o land
+refresh softmax --arch sm_121
+show
+explain -p S=1024,D=64 --arch sm_90
+report softmax --arch sm_121
+compare shipped shipped --kernel softmax --arch sm_90
+bench -p S=1024,D=64
+study paper
+study ladder
+study ablation -p S=1024,D=64 --arch sm_90
+study profile -p S=1024,D=64
+warmup softmax --arch sm_121 -p rows=8,columns=64 --jobs 1
+fleet run tune softmax
+fleet work
+fleet status
+db check
+db query
+doctor
+""".strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [
+        ("torch", ["\nsdpa torch is not installed; run: pip", "\nop torch is not installed; run: pip"]),
+        ("cuda", ["tiledsched: cuda is not installed; run: pip", "\nop cuda is not installed; run: pip"]),
+        ("cupy,vl_convert,ray", ["tiledsched: cupy is not installed; run: pip"]),
+    ],
+)
+def test_without_a_package_every_command_and_name_ends_in_a_line(packages, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, packages], input=COMMANDS, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert [words for words in said if words not in done.stderr] == []

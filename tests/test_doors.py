@@ -98,9 +98,7 @@ def refusal_of_a_table_with(db, folder, path) -> str:
 @pytest.mark.parametrize("path", WRONG, ids=lambda path: f"{path[-2]}-{str(path[-1])[:12]}")
 def test_a_table_is_held_to_its_form_by_key(db, tmp_path, path):
     key = next(step for step in reversed(path[:-1]) if isinstance(step, str))
-    said = refusal_of_a_table_with(db, tmp_path, path)
-    assert said.startswith("t.json: ")
-    assert key in said
+    assert re.match(f"t.json: .*{key}", refusal_of_a_table_with(db, tmp_path, path), re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -134,30 +132,37 @@ def damage(path, statement):
         connection.execute(statement)
 
 
-@pytest.mark.parametrize("change", ["fingerprint = '../../victim'", "median_us = 0", "uid = 'x'", "kernel = 'a/b'"])
-def test_another_database_is_held_to_the_same(db, tmp_path, change):
+ANOTHER_SCHEDULE = "(SELECT id FROM schedules WHERE id != schedule_id LIMIT 1)"
+
+
+@pytest.mark.parametrize("change", ["fingerprint = '../../victim'", "median_us = 0", "uid = 'x'"])
+def test_damaged_rows_of_another_database_stay_there(db, tmp_path, change):
     damage(tmp_path / "tuning.db", f"UPDATE measurements SET {change} WHERE id = 2")
     with TuningDB.open(":memory:") as other:
-        with pytest.raises(DatabaseError, match=change.split()[0]):
-            merge_database(other, tmp_path / "tuning.db")
-        assert other.measurements() == []
+        merge_database(other, tmp_path / "tuning.db")
+        assert [each.uid for each in other.measurements()] == [db.measurements(run_id=None)[-1].uid]
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("fingerprint = '0'", "fingerprint: 0 is not that of its measurement"),
-        ("schedule_id = (SELECT id FROM schedules WHERE id != schedule_id LIMIT 1)", "schedule: .* is not that of its"),
-        ("measurement_id = NULL", "measurement: missing although the entry says measured"),
+        ("measurements SET kernel = 'a/b' WHERE id = 2", "kernel"),
+        *(
+            (f"entries SET {each} WHERE provenance = 'measured'", f"the entry of .* on sm_90.*{said}")
+            for each, said in (
+                ("fingerprint = '0'", "fingerprint: 0 is not that of its measurement"),
+                (f"schedule_id = {ANOTHER_SCHEDULE}", "schedule: .* is not that of its"),
+            )
+        ),
     ],
-    ids=lambda each: each[:14],
+    ids=lambda each: each[:30],
 )
-def test_entries_of_another_database_are_held_to_their_evidence(db, tmp_path, change, said):
-    damage(tmp_path / "tuning.db", f"UPDATE entries SET {change} WHERE provenance = 'measured'")
+def test_another_database_is_held_to_the_same_and_its_entries_to_their_evidence(db, tmp_path, change, said):
+    damage(tmp_path / "tuning.db", f"UPDATE {change}")
     with TuningDB.open(":memory:") as other:
-        with pytest.raises(DatabaseError, match=f"the entry of .* on sm_90.*{said}"):
+        with pytest.raises(DatabaseError, match=said):
             merge_database(other, tmp_path / "tuning.db")
-        assert other.entries() == []
+        assert other.measurements() == other.entries() == []
 
 
 def test_a_provenance_that_is_none_is_refused_or_weaker_than_all(db, tmp_path):
@@ -168,18 +173,15 @@ def test_a_provenance_that_is_none_is_refused_or_weaker_than_all(db, tmp_path):
         file.writestr("bundle.json", json.dumps(index))
     with pytest.raises(DatabaseError, match=r"entries\[0\].provenance: .* is not allowed here"):
         list(bundle.read_bundle(tmp_path / "b.zip").entries)
+    lookup.LookupTable([known.replace(provenance="proven")], kernel=attention.Attention).resolve(PROBLEM, "sm_90")
     damage(tmp_path / "tuning.db", "UPDATE entries SET provenance = 'proven'")
-    found = db.entries()
-    assert {each.rank for each in found} == {4}
-    lookup.LookupTable(found, kernel=attention.Attention).resolve(PROBLEM.replace(batch=3), "sm_90")
+    assert db.entries() == []
 
 
 def test_a_file_name_is_made_of_its_parts():
     for device in ("../../../x", "/etc/x", "..", "a\\b", "x" * 500, "é" * 300):
         name = landscape_file_name(problem.Problem("../k", {"n": "../../y"}), device, "../burst")
-        assert os.path.basename(name) == name
-        assert not name.startswith(".")
-        assert len(name.encode()) < 255
+        assert re.fullmatch(rb"[^./][^/]{0,253}", name.encode()), name
     assert landscape_file_name(PROBLEM, DEVICE.name, "burst").startswith("sample_burst_s1024_d64")
 
 
@@ -196,47 +198,39 @@ def test_the_artifact_store_stays_in_its_folder(tmp_path):
 def test_markup_in_data_is_shown_not_taken():
     for text in ("<img src=x>", "```<img src=x>`", "\\`<img src=x>`", "`` <img src=x>", "`a` <img src=x> `b`"):
         blocks = [Heading(text=text), Paragraph(text=text), Table(head=("a",), rows=((text,),))]
-        assert "<img" not in to_markdown(blocks)
-        assert "<img" not in to_html(blocks, title=text)
-    assert "](" not in to_markdown([Paragraph(text="[a](javascript:b)\n\n# c")])
-    assert "\n#" not in to_markdown([Paragraph(text="a\n\n# c")])
+        assert "<img" not in to_markdown(blocks) + to_html(blocks, title=text)
+    assert not re.search(r"\]\(|\n#", to_markdown([Paragraph(text="[a](javascript:b)\n\n# c")]))
     assert to_markdown([Paragraph(text="`tile_m=64` [1.0, 2.0] (a)")]) == "`tile_m=64` [1.0, 2.0] (a)\n"
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+@pytest.fixture
+def full(monkeypatch):
+    """The disk is full."""
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+
+
+def test_a_file_is_written_whole(tmp_path):
+    """Not at all where the disk is full: see the next test."""
     path, link = tmp_path / "a.json", tmp_path / "link.json"
     path.write_text("old")
     path.chmod(0o640)
     link.symlink_to(path)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", full)
-        with pytest.raises(OSError, match="No space"):
-            write_whole(path, "new")
-    assert path.read_text() == "old"
     write_whole(link, "new")
-    assert path.read_text() == "new"
-    assert path.stat().st_mode & 0o777 == 0o640
-    assert link.is_symlink()
+    assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == ("new", 0o640, True)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.json", "link.json"]
     with pytest.raises(OSError, match="directory"):
         write_whole(tmp_path, "new")
 
 
-def test_an_export_that_fails_leaves_the_table_that_was_there(db, tmp_path, monkeypatch):
-    export_table(db, tmp_path / "t.json")
-    before = (tmp_path / "t.json").read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+def test_an_export_that_fails_leaves_the_table_that_was_there(db, tmp_path, full):
+    (tmp_path / "t.json").write_text("old")
     with pytest.raises(DatabaseError, match="cannot write"):
         export_table(db, tmp_path / "t.json", arch="sm_80")
-    assert (tmp_path / "t.json").read_bytes() == before
+    assert (tmp_path / "t.json").read_text() == "old"
     assert not list(tmp_path.glob(".*"))
 
 
@@ -244,18 +238,27 @@ def test_an_export_that_fails_leaves_the_table_that_was_there(db, tmp_path, monk
     ("statement", "expected"),
     [
         ("UPDATE entries SET schedule_id = runner_up_id WHERE provenance = 'measured'", "of another schedule"),
-        ("UPDATE measurements SET median_us = median_us / 2 WHERE id = 1", "measurement 1: its median 50.0"),
-        ("UPDATE measurements SET median_us = 'x' WHERE id = 1", "measurement 1: its median x"),
+        ("UPDATE measurements SET median_us = median_us / 2 WHERE id = 1", "measurements 1: its median 50.0"),
+        ("UPDATE measurements SET median_us = 'x' WHERE id = 1", "measurements 1: its median_us 'x': expected `float`"),
         ("UPDATE measurements SET samples_us = '[1.0, 2.0, 3.0]' WHERE id = 1", "it has 3 samples, not the 5"),
         ("UPDATE measurements SET samples_us = '[98.0, 99.0, 100.0, 101.5, 102.0]' WHERE id = 1", "its interval"),
-        ("UPDATE measurements SET samples_us = '[\"x\"]' WHERE id = 1", "measurement 1: its samples are not times"),
-        ("UPDATE measurements SET samples_us = '[0.0]' WHERE id = 1", "measurement 1: its samples are not times"),
-        ("UPDATE measurements SET samples_us = '[Infinity]' WHERE id = 1", "measurement 1: its samples are not times"),
-        ("UPDATE measurements SET samples_us = '[1.0' WHERE id = 1", "measurements 1: its samples_us is no JSON"),
-        ("UPDATE measurements SET conditions = '{' WHERE id = 2", "measurements 2: its conditions is no JSON"),
-        ("UPDATE problems SET dims = '[1]'", "cannot be read to its end"),
-        ("UPDATE entries SET updated_at = 'never'", "cannot be read to its end"),
-        ("UPDATE entries SET ties = '{{'", "its ties is no JSON"),
+        ("UPDATE measurements SET samples_us = '[\"x\"]' WHERE id = 1", "measurements 1: its samples_us"),
+        (
+            "UPDATE measurements SET samples_us = '[0.0]' WHERE id = 1",
+            "measurements 1: its samples_us '[0.0]': Expected `float` > 0.0",
+        ),
+        (
+            "UPDATE measurements SET samples_us = '[Infinity]' WHERE id = 1",
+            "measurements 1: its samples_us '[Infinity]': JSON is malformed",
+        ),
+        (
+            "UPDATE measurements SET samples_us = '[1.0' WHERE id = 1",
+            "measurements 1: its samples_us '[1.0': Input data was truncated",
+        ),
+        ("UPDATE measurements SET conditions = '{' WHERE id = 2", "measurements 2: its conditions '{'"),
+        ("UPDATE problems SET dims = '[1]'", "its dims '[1]': Expected `object`"),
+        ("UPDATE entries SET updated_at = 'never'", "entries 1: its updated_at 'never'"),
+        ("UPDATE entries SET ties = '{{'", "its ties '{{'"),
         ("DROP TABLE failures", "table failures is missing"),
         ("DROP TABLE entries", "table entries is missing"),
     ],
@@ -275,22 +278,26 @@ def test_damage_is_reported_not_raised(db, tmp_path, statement, expected):
         "UPDATE entries SET ties = '[1]'",
     ],
 )
-def test_a_row_that_cannot_be_read_is_said(db, tmp_path, statement):
+def test_a_row_that_cannot_be_read_is_said_and_left_out(db, tmp_path, statement, caplog):
     damage(tmp_path / "tuning.db", statement)
-    with pytest.raises(DatabaseError, match="db check"):
-        db.entries()
-
-
-def test_a_schema_of_no_version_is_said(db, tmp_path):
-    damage(tmp_path / "tuning.db", "UPDATE tiledsched_schema SET version_num = x'78'")
-    with pytest.raises(DatabaseError, match="schema"):
-        TuningDB.open(tmp_path / "tuning.db", read_only=True)
+    assert len(db.entries()) < 2
+    db.measurements()
+    (record,) = caplog.records
+    assert re.search(
+        r"^\d+ damaged rows? of /.*tuning.db left out; `tiledsched db check` names (it|them)$", record.message
+    )
 
 
 def test_measurements_of_one_sample_are_sound(db):
     hopeless = measurement(7.0, samples_us=(7,), ci_low_us=7.0, ci_high_us=7.0, accuracy=None)  # JSON may say 7 for 7.0
     db.record_measurement(None, "attention", "abc", TOOLCHAIN, hopeless)
     assert db.check() == []
+
+
+def test_a_schema_of_no_version_is_said(db, tmp_path):
+    damage(tmp_path / "tuning.db", "UPDATE tiledsched_schema SET version_num = x'78'")
+    with pytest.raises(DatabaseError, match="schema"):
+        TuningDB.open(tmp_path / "tuning.db", read_only=True)
 
 
 # Sizes
@@ -302,9 +309,8 @@ def test_a_small_file_that_unpacks_to_much_is_refused(db, tmp_path, monkeypatch)
     for function in (files.read_bounded, files.unpacked):
         monkeypatch.setattr(function, "__defaults__", (1 << 20,))
     bomb, store = lzma.compress(b" " * (8 << 20), preset=0), ProgramStore(tmp_path / "cache")
-    path = store.path("sm_90", "f" * 24)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(bomb)
+    store.path("sm_90", "f" * 24).parent.mkdir(parents=True)
+    store.path("sm_90", "f" * 24).write_bytes(bomb)
     assert (store.get("sm_90", "f" * 24), len(bomb) < 1 << 20) == (None, True)
     for name, content in (("table.json.xz", bomb), ("table.json", b" " * (2 << 20))):
         (tmp_path / name).write_bytes(content)
@@ -426,13 +432,14 @@ def test_the_command_by_minus_m_imports_nothing_from_the_current_directory(tmp_p
     assert "there is no database" in done.stderr
 
 
-def test_a_child_finds_what_its_parent_finds(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (["", "/first", "second"], ["/first", "{here}/second", "{here}"]),
+        (["{here}", "/first"], ["{here}", "/first"]),  # of PYTHONPATH, or an editable install
+    ],
+)
+def test_a_child_finds_what_its_parent_finds(monkeypatch, tmp_path, path, found):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", "/first", "second"])
-    assert processes.child_environment()["PYTHONPATH"].split(os.pathsep) == [
-        "/first",
-        str(tmp_path / "second"),
-        str(tmp_path),
-    ]
-    monkeypatch.setattr(sys, "path", [str(tmp_path), "/first"])  # of PYTHONPATH, or an editable install
-    assert processes.child_environment()["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "/first"]
+    monkeypatch.setattr(sys, "path", [each.format(here=tmp_path) for each in path])
+    assert processes.child_environment()["PYTHONPATH"] == os.pathsep.join(found).format(here=tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ import fleet_jobs
 import pytest
 import sqlalchemy as sa
 from golden import check_golden
-from store_samples import PROBLEM, entry, new_url
+from store_samples import DEVICE, FAILURE, PROBLEM, artifact, build, entry, measurement, new_url, schedule, stored
+from test_fleet_leases import away
 
 from tiledsched import fleet
 from tiledsched.build.compiler import BuildTask, Built
@@ -29,6 +31,7 @@ from tiledsched.cli import fleet_output, main
 from tiledsched.core import processes
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
+from tiledsched.fleet import child as child_module
 from tiledsched.fleet import gpus, jobs, local
 from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
@@ -104,10 +107,8 @@ def _belongs(place: Path, variable: str) -> bool:
 
 
 def gone(folder) -> bool:
-    deadline = time.monotonic() + 60
-    while children(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return children(folder) == []
+    wait_for(lambda: not children(folder))
+    return True
 
 
 @pytest.mark.slow
@@ -127,9 +128,8 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
     assert (worked.gpus, worked.notes) == (1, ())
     status = read_status(leases, campaign.id)
     assert (status.campaign.status, status.done, status.failed, len(status.spread)) == ("done", 3, 1, 1)
-    assert [(each.problem, each.message) for each in status.failures] == [
-        (problems[3], "no schedule works; relax the constraints")
-    ]
+    failure = problems[3], "no schedule works; relax the constraints"
+    assert [(each.problem, each.message) for each in status.failures] == [failure]
     with db.reading() as session:
         ends, messages = zip(*session.execute(sa.select(AttemptRow.outcome, AttemptRow.message)), strict=True)
     assert Counter(ends) == {"done": 3, "error": 2, "hung": 1, "failed": 1}
@@ -142,33 +142,19 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
     assert list((home / "cache" / "fleet").glob("*/*")) == []  # all was brought home
 
 
-class Pipe:
-    """A worker's end of a pipe: what it sends, and what it gets."""
-
-    def __init__(self, *requests) -> None:
-        self._requests, self.answers = list(requests), []
-
-    def recv(self):
-        return self._requests.pop(0)
-
-    def send(self, message) -> None:
-        self.answers.append(message)
-
-
-def child(home, leases, pipe, **more) -> Child:
-    """A child of a campaign of one problem, in this process."""
-    setup = Setup(db=str(home / "x.db"), campaign=leases.open(plan(1)), jobs=1)
+def child(home, leases, planned=None, *, requests=(), said=None, **more) -> Child:
+    """A child of a campaign of one problem, in this process: what it is asked, and where it says what it does."""
+    setup = Setup(db=str(home / "x.db"), campaign=leases.open(planned or plan(1)), jobs=1)
+    pipe = types.SimpleNamespace(recv=lambda: next(requests), send=said and said.append)
     return Child(pipe, setup, **more)
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_any_work(home, leases, monkeypatch) -> None:
     (home / "file").write_text("")
     monkeypatch.setenv("TILEDSCHED_CACHE", str(home / "file" / "cache"))
-    pipe = Pipe(("end",))
-    child(home, leases, pipe).serve()
-    ((_, why),) = pipe.answers
-    assert "cannot keep machine code in" in why
-    assert why.endswith("name another folder with TILEDSCHED_CACHE")
+    said: list[tuple[str, str]] = [("asked", "nothing")]
+    child(home, leases, requests=iter([("end",)]), said=said).serve()
+    assert re.match(r"cannot keep machine code in .*name another folder with TILEDSCHED_CACHE$", said[1][1])
 
 
 @pytest.fixture
@@ -181,10 +167,6 @@ def planted(home, monkeypatch):
     assert not (home / "mark").exists()
 
 
-def planned(**row) -> CampaignPlan:
-    return dataclasses.replace(plan(1), **row)
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -195,14 +177,13 @@ def planned(**row) -> CampaignPlan:
     ],
 )
 def test_a_campaigns_row_names_no_code_that_the_user_did_not_allow(home, leases, planted, row) -> None:
-    setup = Setup(db=str(home / "x.db"), campaign=leases.open(planned(**row)), jobs=1)
     with pytest.raises(ConfigError, match=r"if you trust that code, run this with TILEDSCHED_FLEET_JOBS=planted$"):
-        Child(Pipe(), setup)
+        child(home, leases, dataclasses.replace(plan(1), **row))
 
 
 @pytest.mark.slow
 def test_a_worker_takes_no_problem_of_a_campaign_whose_code_is_not_allowed(home, leases, planted) -> None:
-    campaign = leases.open(planned(kernel=f"{home}/planted.py:Planted"))
+    campaign = leases.open(dataclasses.replace(plan(1), kernel=f"{home}/planted.py:Planted"))
     (note,) = work(str(home / "x.db"), campaign.id, without_gpu=1, jobs=1).notes
     assert note.endswith(f"run this with TILEDSCHED_FLEET_JOBS={home}/planted.py")
     assert leases.counts(campaign.id)["waiting"] == 1
@@ -322,7 +303,7 @@ def test_a_campaign_for_other_gpus_keeps_nobody_from_the_next(home, leases, monk
         work(str(home / "x.db"), other.id, gpus=gpus)
 
 
-def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases) -> None:
+def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases, monkeypatch) -> None:
     class Store:
         """Databases on a host that cannot reach the campaign's."""
 
@@ -347,15 +328,30 @@ def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases) -> 
     lease = Lease(
         id=1, campaign_id="c", worker_id="w", attempt=1, arch="sm_90", problem=fleet_jobs.problems(1)[0], last=False
     )
-    stop = threading.Event()
-    stop.set()
-    assert child(home, leases, Pipe(), stop=stop, local_store=Store).work(lease, None)[0] == "released"
+
+    class Brief(Store):
+        """Away for a moment, as what was found is brought home."""
+
+        def bring_home(self, *given, **named):
+            brought.append(1)
+            if len(brought) == 1:
+                raise away()
+
+    brought: list[int] = []
+    never, told = threading.Event(), threading.Event()
+    told.set()
+    for store, stop, outcome in (
+        (Store, told, "released"),
+        (Away, told, "released"),
+        (Away, never, "error"),
+        (Full, never, "full"),
+    ):
+        assert child(home, leases, stop=stop, local_store=store).work(lease, None)[0] == outcome
     assert not (home / "jobs.log").exists()
-    away = child(home, leases, Pipe(), stop=stop, local_store=Away)
-    assert away.work(lease, None)[0] == "released"
-    stop.clear()
-    assert away.work(lease, None)[0] == "error"
-    assert child(home, leases, Pipe(), local_store=Full).work(lease, None)[0] == "full"
+    monkeypatch.setattr(child_module, "STOPPING_S", 0.0)  # who is told to stop waits no longer; others do
+    waiting = child(home, leases, stop=never, local_store=Brief)
+    waiting._job = dataclasses.replace(waiting._job, run=lambda *given, **more: {"us": 1.0})
+    assert (waiting.work(lease, None), len(brought)) == (("done", {"us": 1.0}, ""), 2)
 
 
 CHILD = """
@@ -498,15 +494,15 @@ def test_a_gpu_that_is_stuck_beyond_help_holds_nothing_back(leases, monkeypatch)
         worker_of(leases, campaign, f"GPU-{name}", start=lambda *_: FakeChild(STUCK))
         for name in ("stuck", "well", "next")
     ]
-    for away in (False, True):
+    for is_away in (False, True):
         with monkeypatch.context() as patched:
-            if away:
+            if is_away:
                 workers[0].note = ""
                 patched.setattr(leases, "leave", lambda *given: (_ for _ in ()).throw(DatabaseError("away")))
             with pytest.raises(MeasureError, match="stuck"):
                 workers[0].run()
         assert workers[0].note.startswith("a working process cannot be killed")
-        assert leases.counts(campaign.id)["leased"] == int(away)
+        assert leases.counts(campaign.id)["leased"] == int(is_away)
     heart = Heart(leases, campaign, workers[:2])
     heart.start()
     seen = [leases.take(campaign, workers[1].id, ["sm_90"])]
@@ -626,57 +622,38 @@ def test_a_real_tune_without_a_gpu_is_the_single_commands(home) -> None:
 # Scratch databases and shared builds
 
 
+def fail(db, tile) -> None:
+    """Record a failure of a schedule of the sample problem."""
+    where = None, "attention", "sm_90", "measure", schedule(tile, 8)
+    db.record_failure(*where, FAILURE, problem=PROBLEM, device=DEVICE)
+
+
 @pytest.mark.parametrize("backend", ["file", "postgresql"])
 def test_what_a_scratch_database_found_comes_home_once(backend, tmp_path) -> None:
-    from store_samples import FAILURE, artifact, build, measurement, schedule, stored
-
+    """It begins with what is served and measured of its problem on its arch, and of no other."""
+    best = entry("measured", device_name=DEVICE.name, regime="burst")
+    old, also = stored("a" * 24), stored("b" * 24, median_us=120.0, schedule=schedule(8, 8), fingerprint="e" * 24)
+    others = [
+        stored("c" * 24, problem=PROBLEM.replace(batch=3)),
+        stored("d" * 24, device=dataclasses.replace(DEVICE, arch="sm_100")),
+    ]
     with new_url(backend, tmp_path) as url, TuningDB.open(url) as home:
-        old = stored("a" * 24)
-        home.merge(
-            [old],
-            [
-                entry("measured", device_name=old.measurement.device.name, regime="burst").replace(
-                    measurement=old.summary
-                )
-            ],
-        )
-        home.record_failure(
-            None,
-            "attention",
-            "sm_90",
-            "measure",
-            schedule(8, 8),
-            FAILURE,
-            problem=PROBLEM,
-            device=old.measurement.device,
-        )
+        home.merge([old, also, *others], [best.replace(measurement=old.summary)])
+        fail(home, 8)
         scratch = LocalStore(tmp_path / "cache", str(url))
         path = scratch.database(home, PROBLEM, "sm_90", "one")
         with TuningDB.open(path) as db:
-            assert [each.uid for each in db.measurements()] == [old.uid]
-            assert db.entries()[0].measurement.uid == old.uid
-            assert len(db.failures()) == 1
+            assert {each.uid for each in db.measurements()} == {old.uid, also.uid}
+            assert (db.entries()[0].measurement.uid, len(db.failures())) == (old.uid, 1)
             number = db.record_measurement(None, "attention", "abc", old.toolchain, measurement(50.0))
             db.record_builds([build(artifact())])
-            db.put_entry(
-                entry("measured", device_name=old.measurement.device.name, regime="burst", measurement_id=number)
-            )
-            db.record_failure(
-                None,
-                "attention",
-                "sm_90",
-                "measure",
-                schedule(16, 8),
-                FAILURE,
-                problem=PROBLEM,
-                device=old.measurement.device,
-            )
+            db.put_entry(best.replace(measurement_id=number))
+            fail(db, 16)
             uid = db.entries()[0].measurement.uid
         for _ in range(2):  # a second time changes nothing
             bring_home(path, home, replaces=True)
-            assert {each.uid for each in home.measurements()} == {old.uid, uid}
-            assert home.entries()[0].measurement.uid == uid
-            assert len(home.failures()) == 2
+            assert {each.uid for each in home.measurements()} == {uid, *(each.uid for each in (old, also, *others))}
+            assert (home.entries()[0].measurement.uid, len(home.failures())) == (uid, 2)
             assert len(home.find_builds("attention", "abc", old.toolchain, "sm_90")) == 1
         assert home.check() == []
         scratch.bring_home(path, home, replaces=False)

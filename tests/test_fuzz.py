@@ -23,8 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies
 from store_samples import PROBLEM, fill
 
 from tiledsched.build.store import ProgramStore
@@ -83,8 +82,8 @@ def deep(levels: int) -> list:
     return [deep(levels - 1)] if levels else []
 
 
-LEAVES = st.one_of(
-    st.sampled_from(
+LEAVES = strategies.one_of(
+    strategies.sampled_from(
         [
             None,
             True,
@@ -129,22 +128,22 @@ LEAVES = st.one_of(
             "attention/sm_90.toml",
         ]
     ),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=8),
+    strategies.integers(),
+    strategies.floats(),
+    strategies.text(max_size=8),
 )
 
 
-@st.composite
+@strategies.composite
 def changed(draw, document):
     """`document`, with up to three changes at places drawn."""
     root = [json.loads(json.dumps(document))]
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(strategies.integers(1, 3))):
         holder, key = root, 0
-        while isinstance(holder[key], (dict, list)) and holder[key] and draw(st.integers(0, 9)):
+        while isinstance(holder[key], (dict, list)) and holder[key] and draw(strategies.integers(0, 9)):
             holder = holder[key]
-            key = draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
-        how = draw(st.sampled_from(["replace", "replace", "replace", "drop", "wrap", "rename", "again"]))
+            key = draw(strategies.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
+        how = draw(strategies.sampled_from(["replace", "replace", "replace", "drop", "wrap", "rename", "again"]))
         if how == "replace" or holder is root:
             holder[key] = json.loads(json.dumps(draw(LEAVES)))  # a copy: the next change may be inside
         elif how == "wrap":
@@ -152,7 +151,7 @@ def changed(draw, document):
         elif how == "drop":
             del holder[key]
         elif isinstance(holder, dict):
-            holder[draw(st.text(max_size=5))] = holder.pop(key) if how == "rename" else holder[key]
+            holder[draw(strategies.text(max_size=5))] = holder.pop(key) if how == "rename" else holder[key]
         else:
             holder.append(holder[key])
     return root[0]
@@ -284,20 +283,20 @@ def go_on_with(path: Path) -> None:
 
 
 @FUZZ
-@given(data=st.data())
+@given(data=strategies.data())
 def test_tables_and_landscapes(folder, data) -> None:
-    whole = {**table(), "entries": []} if data.draw(st.booleans()) else table()
-    path = folder / data.draw(st.sampled_from(["t.json", "t.json.xz"]))
+    whole = {**table(), "entries": []} if data.draw(strategies.booleans()) else table()
+    path = folder / data.draw(strategies.sampled_from(["t.json", "t.json.xz"]))
     path.write_bytes(written(path.name, data.draw(changed(whole))))
     take_in(path)
 
 
 @FUZZ
-@given(data=st.data())
+@given(data=strategies.data())
 def test_t4_results(folder, data) -> None:
     whole = json.loads(foreign()["t.json"])
     (record,) = (each for each in whole["results"][0]["measurements"] if each["name"] == "tiledsched")
-    if data.draw(st.booleans()):
+    if data.draw(strategies.booleans()):
         record["value"] = json.dumps(data.draw(changed(json.loads(record["value"]))))
     else:
         whole = data.draw(changed(whole))
@@ -315,23 +314,23 @@ def documents() -> dict:
 
 
 @FUZZ
-@given(data=st.data())
+@given(data=strategies.data())
 def test_bytes_of_any_file(folder, data) -> None:
     """Bits flipped, cut short, put together wrongly."""
     files = {kind: written(kind, document) for kind, document in documents().items()}
     files["c.csv"] = foreign()["c.csv"].encode()
-    kind = data.draw(st.sampled_from(sorted(files)))
-    at = data.draw(st.integers(0, len(files[kind])))
-    end = data.draw(st.integers(at, min(len(files[kind]), at + 40)))
+    kind = data.draw(strategies.sampled_from(sorted(files)))
+    at = data.draw(strategies.integers(0, len(files[kind])))
+    end = data.draw(strategies.integers(at, min(len(files[kind]), at + 40)))
     path = folder / kind
-    path.write_bytes(files[kind][:at] + data.draw(st.binary(max_size=6)) + files[kind][end:])
+    path.write_bytes(files[kind][:at] + data.draw(strategies.binary(max_size=6)) + files[kind][end:])
     with in_bounds():
         read_any(path)
 
 
 @pytest.mark.parametrize("kind", ["s.toml", "tiledsched.toml", "c.json", "b.zip"])
 @FUZZ
-@given(data=st.data())
+@given(data=strategies.data())
 def test_documents(folder, kind, data) -> None:
     (folder / kind).write_bytes(written(kind, data.draw(changed(documents()[kind]))))
     with in_bounds():
@@ -404,10 +403,10 @@ def index_of() -> dict:
 
 @FUZZ
 @given(
-    name=st.sampled_from(
+    name=strategies.sampled_from(
         ["TILE_M", "TILE_N", "OCCUPANCY", "KV_SPLITS", "PERSISTENT", "LOOP_SPLIT", "GPU_WAIT", "SYNC", "X"]
     ),
-    value=LEAVES.map(str) | st.sampled_from(["64", "-64", "0", "1_0", "٣", "+64", "true", "1" * 5000]),
+    value=LEAVES.map(str) | strategies.sampled_from(["64", "-64", "0", "1_0", "٣", "+64", "true", "1" * 5000]),
 )
 def test_settings_from_variables(folder, name, value) -> None:
     with in_bounds():
@@ -445,14 +444,14 @@ WORDS = {
 
 
 @FUZZ
-@given(kernel=st.sampled_from(list(WORDS)), data=st.data())
+@given(kernel=strategies.sampled_from(list(WORDS)), data=strategies.data())
 def test_problems_of_a_command(kernel, data) -> None:
     parts = [part.partition("=") for part in WORDS[kernel].split(",")]
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(parts) - 1))
+    for _ in range(data.draw(strategies.integers(1, 3))):
+        at = data.draw(strategies.integers(0, len(parts) - 1))
         key, equals, words = parts[at]
         parts[at] = data.draw(
-            st.sampled_from(
+            strategies.sampled_from(
                 [
                     (key, equals, str(data.draw(LEAVES))),
                     (key, equals, words + ":" + str(data.draw(LEAVES))),
@@ -472,7 +471,7 @@ def test_problems_of_a_command(kernel, data) -> None:
 
 
 @FUZZ
-@given(data=st.data())
+@given(data=strategies.data())
 def test_rows_of_a_database(folder, data) -> None:
     path = folder / "x.db"
     path.write_bytes(in_one_file(fill))
@@ -480,17 +479,19 @@ def test_rows_of_a_database(folder, data) -> None:
         tables = [
             name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
         ]
-        for _ in range(data.draw(st.integers(1, 3))):
-            name = data.draw(st.sampled_from(tables))
-            column = data.draw(st.sampled_from([row[1] for row in connection.execute(f"PRAGMA table_info({name})")]))
-            value = data.draw(LEAVES | st.binary(max_size=4))
-            if not isinstance(value, (str, bytes)) or data.draw(st.booleans()):
+        for _ in range(data.draw(strategies.integers(1, 3))):
+            name = data.draw(strategies.sampled_from(tables))
+            column = data.draw(
+                strategies.sampled_from([row[1] for row in connection.execute(f"PRAGMA table_info({name})")])
+            )
+            value = data.draw(LEAVES | strategies.binary(max_size=4))
+            if not isinstance(value, (str, bytes)) or data.draw(strategies.booleans()):
                 value = value if isinstance(value, bytes) else json.dumps(value)
             with contextlib.suppress(sqlite3.Error, UnicodeError):  # SQLite refuses it itself
                 connection.execute(f"UPDATE {name} SET {column} = ?", (value,))
     with in_bounds():
         assert all(isinstance(line, str) for line in take_apart(path, path.read_bytes()))
-    if data.draw(st.integers(0, 4)) == 0:
+    if data.draw(strategies.integers(0, 4)) == 0:
         with in_bounds(), empty(folder / "other.db") as other:
             merge_database(other, path)
             assert other.check() == []

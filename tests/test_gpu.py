@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy
 import pytest
 from attention_runs import attention_reference
+from bad_kernels import build, slow, stray
 
 from tiledsched.build.compiler import BuildTask, compile_task
 from tiledsched.build.cubin import read_artifact
@@ -30,22 +31,9 @@ from tiledsched.measure.runner import Candidate, Checked
 
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")
+from on_gpu import arch
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture
-def serve(monkeypatch, tmp_path):
-    from tiledsched.ops import sdpa as module
-
-    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
-    module.reload()
-    yield module
-    module.reload()
-
-
-def arch() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
 
 
 def tensors(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype):
@@ -159,6 +147,11 @@ def candidate(problem: Problem, **knobs) -> Candidate:
     return Candidate(schedule=schedule, artifact=built.artifact)
 
 
+def kind_of(found: object) -> FailureKind:
+    assert isinstance(found, Failure), found
+    return found.kind
+
+
 SMALL = Attention.problem(seq_q=512, seq_k=512, head_dim=64, batch=2, heads=4, kv_heads=4)
 
 
@@ -199,8 +192,7 @@ def test_float16_sums_pass_their_own_gate(runner) -> None:
 def test_a_wrong_result_never_wins(runner, problem, knobs, words) -> None:
     runner.begin(problem)
     failure = runner.check(Candidate(schedule=candidate(SMALL).schedule, artifact=candidate(SMALL, **knobs).artifact))
-    assert isinstance(failure, Failure)
-    assert failure.kind is FailureKind.WRONG_RESULT
+    assert kind_of(failure) is FailureKind.WRONG_RESULT
     assert words in failure.message
 
 
@@ -210,9 +202,7 @@ def test_killed_and_corrupt_cost_one_candidate(runner) -> None:
     good = candidate(SMALL)
     assert isinstance(runner.check(good), Checked)
     torn = replace(good, artifact=replace(good.artifact, fingerprint="0" * 24, cubin=good.artifact.cubin[:2000]))
-    failure = runner.check(torn)
-    assert isinstance(failure, Failure)
-    assert failure.kind is FailureKind.ARTIFACT_CORRUPT
+    assert kind_of(runner.check(torn)) is FailureKind.ARTIFACT_CORRUPT
     assert isinstance(runner.check(good), Checked)
     victim = runner._worker.process
     os.kill(victim.pid, signal.SIGKILL)
@@ -223,28 +213,21 @@ def test_killed_and_corrupt_cost_one_candidate(runner) -> None:
 
 @pytest.mark.compiler
 def test_a_stray_write_costs_one_candidate(runner) -> None:
-    from bad_kernels import build, stray
-
     runner.begin(SMALL)
     good = candidate(SMALL)
     bad = Candidate(schedule=good.schedule, artifact=build(stray, SMALL, arch()))
     process = runner._worker.process
-    failure = runner.check(bad)
-    assert isinstance(failure, Failure)
-    assert failure.kind is FailureKind.ILLEGAL_ADDRESS, failure
+    assert kind_of(runner.check(bad)) is FailureKind.ILLEGAL_ADDRESS
     assert isinstance(runner.check(good), Checked)
     assert runner._worker.process is not process  # the old one's context is lost for good
 
 
 @pytest.mark.compiler
 def test_a_kernel_that_takes_too_long_is_killed() -> None:
-    from bad_kernels import build, slow
-
     with closing(GpuRunner(kernel_named("attention"), timeouts=Timeouts(probe_s=4.0))) as runner:
         runner.begin(SMALL)
         good, started = candidate(SMALL), time.monotonic()
-        failure = runner.probe(Candidate(schedule=good.schedule, artifact=build(slow, SMALL, arch())))
-        assert isinstance(failure, Failure)
-        assert failure.kind is FailureKind.HANG, failure
+        bad = Candidate(schedule=good.schedule, artifact=build(slow, SMALL, arch()))
+        assert kind_of(runner.probe(bad)) is FailureKind.HANG
         assert time.monotonic() - started < 60
         assert isinstance(runner.check(good), Checked)

@@ -9,6 +9,7 @@ pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 from attention_gradients import errors, exact_gradients
+from on_gpu import captured, on_side_stream
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from torch.utils.checkpoint import checkpoint
 
@@ -189,15 +190,8 @@ def test_a_cuda_graph_holds_forward_and_backward(serve) -> None:
     def step():
         return torch.autograd.grad(serve.sdpa(q, k, v, causal=True), given, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    on_side_stream(step, times=2)
+    graph, found = captured(step)
     for _ in range(2):
         with torch.no_grad():
             for each in (*given, dout):

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 import cuda.tile as ct
+from on_gpu import captured, on_side_stream, replayed
 from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
@@ -111,19 +112,12 @@ def test_gradients_compiled_whole_in_graphs_and_recomputed(name) -> None:
         assert_gradients(gradients_of(compiled, given, weights), exact)
     with torch.autocast("cuda", dtype=torch.float16):
         assert_gradients(gradients_of(lambda *g: checkpoint(ours, *g, use_reentrant=False), given, weights), exact)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            gradients_of(ours, given, weights)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gradients_of(ours, given, weights)
+    on_side_stream(lambda: gradients_of(ours, given, weights), times=2)
+    graph, found = captured(lambda: gradients_of(ours, given, weights))
     for each in (given[0], weights):
         each.copy_(each.flip(0))
     graph.replay()
-    assert_gradients(captured, exact_gradients(torchs, given, weights))
+    assert_gradients(found, exact_gradients(torchs, given, weights))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -207,11 +201,7 @@ def test_functions_in_a_graph_and_compiled_whole() -> None:
 
     wanted = block(x)
     assert torch.equal(torch.compile(block, fullgraph=True)(x), wanted)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = block(x)
-    graph.replay()
-    assert torch.equal(out, wanted)
+    assert torch.equal(replayed(lambda: block(x)), wanted)
 
 
 @ct.kernel
@@ -237,9 +227,8 @@ def test_a_search_is_answered_from_what_it_stored() -> None:
         )
 
     first = search()
+    measured = len(calls)
     assert torch.equal(out, 2 * x)
     assert len(first.successes) == 3
-    measured = len(calls)
-    again = search()
-    assert again == first
+    assert search() == first
     assert len(calls) <= measured + 1

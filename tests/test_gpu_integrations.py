@@ -10,6 +10,8 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch")
+from on_gpu import arch, on_side_stream, replayed
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 FIRST_CALL_S = 0.6
@@ -43,11 +45,6 @@ print(json.dumps({"bundled": bool(plan.steps[0][0].prebuilt), "provenance": plan
                   "launch_s": done - planned, "first_s": done - begun, "second_s": again - done,
                   "error": float((out - expected).float().norm() / expected.float().norm())}))
 """
-
-
-def arch() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
 
 
 def tiledsched(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -110,18 +107,6 @@ def test_a_bundle_serves_a_machine_without_a_compiler(warm, tmp_path) -> None:
     assert found["error"] < 2e-3
 
 
-@pytest.fixture
-def serving(monkeypatch, tmp_path):
-    """`sdpa` that refuses what it does not serve, so that a test which passes was served."""
-    from tiledsched.ops import sdpa as module
-
-    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
-    module.reload()
-    yield module
-    monkeypatch.delenv("TILEDSCHED_FALLBACK")
-    module.reload()
-
-
 def tensors(batch, heads, rows, head_dim, kv_heads=None, columns=None, dtype=torch.float16):
     generator = torch.Generator(device="cuda").manual_seed(rows + head_dim)
     key = (batch, kv_heads or heads, columns or rows, head_dim)
@@ -133,46 +118,37 @@ def refuse_to_compile(kernel, *given):
     raise AssertionError(f"cuTile is asked to compile {kernel.problem}")
 
 
-def test_prebuilt_programs_work_on_streams_views_and_in_graphs(warm, monkeypatch, serving) -> None:
+def test_prebuilt_programs_work_on_streams_views_and_in_graphs(warm, monkeypatch, serve) -> None:
     """The same bytes on every layout that may use them; layouts that may not are compiled and right as well."""
     import cuda.tile as ct
 
     for name, value in (warm[0] | {"TILEDSCHED_RIVALS": "off"}).items():
         monkeypatch.setenv(name, value)
-    serving.reload()
+    serve.reload()
     q, k, v = tensors(16, 16, 1024, 128)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     with monkeypatch.context() as patch:
         patch.setattr(ct.kernel, "_compile", refuse_to_compile)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            out = serving.sdpa(q, k, v, causal=True)
-        torch.cuda.current_stream().wait_stream(stream)
+        out = on_side_stream(lambda: serve.sdpa(q, k, v, causal=True))
         torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-2)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = serving.sdpa(q, k, v, causal=True)
-        captured.zero_()
-        graph.replay()
-        torch.testing.assert_close(captured, out, atol=0, rtol=0)
+        torch.testing.assert_close(replayed(lambda: serve.sdpa(q, k, v, causal=True)), out, atol=0, rtol=0)
         views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # rows before heads in memory
-        torch.testing.assert_close(serving.sdpa(*views, causal=True), out, atol=0, rtol=0)
+        torch.testing.assert_close(serve.sdpa(*views, causal=True), out, atol=0, rtol=0)
     for fewer in ((2, 3), (1, 1)):
         some = [x[: fewer[0], : fewer[1]] for x in (q, k, v)]
-        torch.testing.assert_close(serving.sdpa(*some, causal=True), out[: fewer[0], : fewer[1]], atol=2e-3, rtol=2e-2)
+        torch.testing.assert_close(serve.sdpa(*some, causal=True), out[: fewer[0], : fewer[1]], atol=2e-3, rtol=2e-2)
     wide = torch.zeros(16, 16, 1024, 133, device="cuda", dtype=q.dtype)
     wide[..., :128] = q
     uneven = wide[..., :128]  # strides that are no multiple of 16 bytes
-    torch.testing.assert_close(serving.sdpa(uneven, k, v, causal=True), expected, atol=2e-3, rtol=2e-2)
+    torch.testing.assert_close(serve.sdpa(uneven, k, v, causal=True), expected, atol=2e-3, rtol=2e-2)
 
 
-def test_torchs_function_is_served_while_routed(serving) -> None:
+def test_torchs_function_is_served_while_routed(serve) -> None:
     from tiledsched.ops.integrations.torch import route_torch_sdpa
 
     q, k, v = tensors(2, 8, 512, 64, kv_heads=2)
     attend = torch.nn.functional.scaled_dot_product_attention
-    ours = serving.sdpa(q, k, v, causal=True, scale=0.2)
+    ours = serve.sdpa(q, k, v, causal=True, scale=0.2)
     with route_torch_sdpa():
         routed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
     torch.testing.assert_close(routed, ours, atol=0, rtol=0)
@@ -189,7 +165,7 @@ def small_run(model_run, **more):
     return shape, model_run.Workload(**(usual | more))
 
 
-def test_a_model_is_served_in_prompt_and_generation(serving) -> None:
+def test_a_model_is_served_in_prompt_and_generation(serve) -> None:
     """With `fallback = error` every attention of it ran on the kernel."""
     pytest.importorskip("transformers")
     from docs.studies import whole_models as model_run
@@ -262,7 +238,7 @@ def test_padding_and_static_caches_of_compiled_models() -> None:
 
 
 @pytest.mark.parametrize("how", ["eager", "checkpointed", "padded", "packed", "compiled"])
-def test_a_model_takes_a_training_step_by_the_kernel(serving, how) -> None:
+def test_a_model_takes_a_training_step_by_the_kernel(serve, how) -> None:
     """The loss and every gradient of `eager` in float32; with `fallback = error` nothing went to torch."""
     transformers = pytest.importorskip("transformers")
     from tiledsched.ops.integrations.transformers import register

@@ -19,6 +19,8 @@ from tiledsched.serve.prebuilt import make_kernel
 
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")
+from on_gpu import arch, captured
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 RIGHT = Attention.problem(
@@ -54,11 +56,6 @@ CASES = [
     (LONG, {"tile_n": 128, "pack_gqa": True, "kv_splits": 16, "kv_combine": "launch", "latency_k": 4}),
     (LONG, {"tile_n": 64, "pack_gqa": True, "kv_splits": 8, "kv_combine": "launch", "occupancy": 2}),
 ]
-
-
-def arch() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
 
 
 def schedule_for(problem, knobs):
@@ -166,10 +163,7 @@ def test_a_graph_replays_a_split_launch() -> None:
         DECODE, schedule_for(DECODE, {"kv_splits": 8, "tma_loads": False, "tile_m": 16, "pack_gqa": True}), *inputs
     )
     first = launcher.launch().clone()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launcher.launch()
+    graph, _ = captured(launcher.launch)
     for _ in range(5):
         launcher.out.fill_(float("nan"))
         graph.replay()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import gc
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("serve"),
+]
 
+from on_gpu import captured, replayed
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tiledsched import configure
@@ -24,16 +28,6 @@ from tiledsched.serve import process
 # As in torch's test_transformers.py: the error of torch's math in the same dtype, times this, or the floor.
 FUDGE = 1.5
 FLOOR = {torch.float16: {"atol": 1e-3, "rtol": 1e-3}, torch.bfloat16: {"atol": 1e-3, "rtol": 1.6e-2}}
-
-
-@pytest.fixture(autouse=True)
-def serve(monkeypatch):
-    from tiledsched.ops import sdpa as module
-
-    monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
-    module.reload()
-    yield module
-    module.reload()
 
 
 def tensors(batch=2, heads=4, kv_heads=None, rows=256, keys=None, columns=64, value_columns=None, dtype=torch.float16):
@@ -127,13 +121,11 @@ def test_split_keys(serve, kv_combine) -> None:
         assert_right(first, q, k, v)
         for _ in range(2):
             assert_right(serve.sdpa(q, k, v), q, k, v)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = serve.sdpa(q, k, v)
+        graph, out = captured(lambda: serve.sdpa(q, k, v))
         for _ in range(2):
-            captured.zero_()
+            out.zero_()
             graph.replay()
-            assert_right(captured, q, k, v)
+            assert_right(out, q, k, v)
 
 
 # Around the operator
@@ -154,45 +146,35 @@ def test_compiled_equals_eager(serve, options) -> None:
 def test_replay_equals_eager_on_new_inputs(serve) -> None:
     q, k, v = tensors(rows=512)
     serve.sdpa(q, k, v, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = serve.sdpa(q, k, v, causal=True)
+    graph, out = captured(lambda: serve.sdpa(q, k, v, causal=True))
     for x in (q, k, v):
         x.copy_(torch.randn_like(x))
-    captured.zero_()
+    out.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(captured, serve.sdpa(q, k, v, causal=True))
+    assert torch.equal(out, serve.sdpa(q, k, v, causal=True))
 
 
 def test_a_graph_outlives_a_reload(serve) -> None:
     q, k, v = tensors(rows=512)
     expected = serve.sdpa(q, k, v).clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = serve.sdpa(q, k, v)
+    graph, out = captured(lambda: serve.sdpa(q, k, v))
     serve.reload()
     gc.collect()
-    captured.zero_()
+    out.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(captured, expected)
+    assert torch.equal(out, expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # the graph stays empty
 def test_a_program_that_never_ran_is_refused_in_a_capture(serve) -> None:
     q, k, v = tensors(rows=512)
     with configure(latency_k=7, latency_v=9):  # a program that no other test launches
-        graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the graph stays empty
-            with pytest.raises(LaunchError, match="call sdpa once with these shapes"), torch.cuda.graph(graph):
-                serve.sdpa(q, k, v)
+        with pytest.raises(LaunchError, match="call sdpa once with these shapes"):
+            captured(lambda: serve.sdpa(q, k, v))
         warm = serve.sdpa(q, k, v)  # nothing is broken, and the advice helps
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = serve.sdpa(q, k, v)
-        graph.replay()
-        assert torch.equal(captured, warm)
+        assert torch.equal(replayed(lambda: serve.sdpa(q, k, v)), warm)
 
 
 def test_torch_serves_until_the_program_is_built(serve, monkeypatch, tmp_path, caplog) -> None:
@@ -206,11 +188,7 @@ def test_torch_serves_until_the_program_is_built(serve, monkeypatch, tmp_path, c
         want = torch_sdpa(q, k, v)
         torch.testing.assert_close(serve.sdpa(q, k, v), want, atol=2e-3, rtol=2e-3)
         assert "compiling; torch serves until the program is built" in caplog.text
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = serve.sdpa(q, k, v)
-        graph.replay()
-        torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(replayed(lambda: serve.sdpa(q, k, v)), want, atol=2e-3, rtol=2e-3)
         assert "a CUDA graph is being captured, which holds torch's" in caplog.text
         for build in list(process.runtime.builder.builds.values()):
             build.wait()
@@ -270,12 +248,9 @@ def test_sync_lets_a_call_stand_alone(serve) -> None:
     with configure(sync=True):
         out = serve.sdpa(q, k, v)
         assert torch.cuda.current_stream().query()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # where waiting is not allowed, it does not wait
-            captured = serve.sdpa(q, k, v)
-        graph.replay()
+        inside = replayed(lambda: serve.sdpa(q, k, v))  # where waiting is not allowed, it does not wait
     assert torch.equal(out, want)
-    assert torch.equal(captured, want)
+    assert torch.equal(inside, want)
 
 
 def test_host_costs_are_measured(tmp_path) -> None:
@@ -313,16 +288,11 @@ def test_a_mask_rewritten_in_place_is_read_anew(serve, way) -> None:
     q, k, v = tensors()
     mask = torch.zeros(2, 1, 1, 256, device="cuda", dtype=q.dtype)
     source, places = torch.zeros_like(mask), torch.arange(256, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    if way == "graph":
-        mask.copy_(source)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            mask.copy_(source)
+    mask.copy_(source)
     write = {
         "data": lambda: mask.data.copy_(source),
         "dlpack": lambda: torch.from_dlpack(mask).copy_(source),
-        "graph": graph.replay,
+        "graph": captured(lambda: mask.copy_(source))[0].replay,
     }[way]
     for length in (256, 100, 17, 200):
         source.copy_(torch.where(places < length, 0.0, -torch.inf))
@@ -338,20 +308,17 @@ def test_a_pending_negation_counts(serve) -> None:
         torch.testing.assert_close(serve.sdpa(torch._neg_view(q), k, v), serve.sdpa(-q, k, v), rtol=0, atol=0)
 
 
-def replayed(call):
+def in_graph(call):
     """A function that replays a CUDA graph of `call`, and gives its output."""
-    graph = torch.cuda.CUDAGraph()
     for _ in range(2):
         call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = captured(call)
     return lambda: (graph.replay(), out)[1]
 
 
 WAYS = {
     "eager": lambda call: call,
-    "graph": replayed,
+    "graph": in_graph,
     "compiled": lambda call: torch.compile(call, fullgraph=True, mode="reduce-overhead"),
 }
 

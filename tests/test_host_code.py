@@ -1,13 +1,19 @@
-"""Machine code for hosts of several architectures: never launched on another, and known as one program."""
+"""Machine code for hosts of several architectures, known as one program; and that launches look for what was built ahead."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import cuda.tile as ct
 import pytest
 from cubins import ARCH, CUBINS, HOSTS, MADE, REFERENCE
+from cuda.tile import _compile
 
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.build.cubin import host_instructions, is_whole, join, parts, read_artifact
@@ -77,7 +83,6 @@ cp "${{0%/*}}/$host" "$3"
 @pytest.fixture
 def tileiras(tmp_path, monkeypatch):
     """Puts a stand-in for tileiras in its place, and returns the file that it notes its arguments in."""
-    from cuda.tile import _compile
 
     def put(*, knows: bool = True, default: str = "x86_64") -> Path:
         path = tmp_path / "bin" / "tileiras"
@@ -95,8 +100,6 @@ def tileiras(tmp_path, monkeypatch):
 
 def run_for(host: str, folder: Path) -> tuple[bytes, list[bytes]]:
     """What tileiras writes for hosts of an architecture, and the host code of the reference that was made beside."""
-    from cuda.tile import _compile
-
     with for_host(host, folder / "known") as references:
         _compile._find_compiler_bin().run(["in", "-o", str(folder / "out")], ["--gpu-name", ARCH])
     return (folder / "out").read_bytes(), references
@@ -128,7 +131,6 @@ def test_a_compiler_that_cannot_be_told_builds_for_its_own_host(tileiras, tmp_pa
 
 def test_what_cutiles_cache_has_for_other_hosts_is_compiled_anew(monkeypatch, tmp_path) -> None:
     """The cache is left out meanwhile; what still is for another host is not launched."""
-    import cuda.tile as ct
     from cuda.tile._cext import default_tile_context as context
 
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
@@ -176,3 +178,31 @@ def test_evidence_of_x86_64_hosts_holds_on_aarch64(tmp_path, monkeypatch) -> Non
     )  # among those that take the least time to build
     for host in HOSTS:
         assert compile_schedule(Attention, entry.problem, entry.schedule, ARCH, host).fingerprint == entry.fingerprint
+
+
+# Programs built ahead are those that launches look for: by cuTile's own launcher, on a driver that launches nothing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("cc") and sys.platform == "linux"), reason="needs a C compiler")
+def test_what_a_launch_looks_for_is_what_was_built_ahead(tmp_path) -> None:
+    """Of kernels without constant sizes a launch takes an older calling convention than a build; and of scratch memory with one
+    element it takes each stride for a constant."""
+    pytest.importorskip("torch")
+    here, driver = Path(__file__).parent, tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-w", "-shared", "-fPIC", "-o", str(driver), str(here / "fake_driver.c")], check=True)
+    settings = {"COMPILE": "wait", "RIVALS": "off", "FALLBACK": "error", "DB": tmp_path / "none.db", "CACHE": tmp_path}
+    environment = os.environ | {f"TILEDSCHED_{name}": str(value) for name, value in settings.items()}
+    environment |= {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(here / "launched_programs.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    launched = json.loads(done.stdout.splitlines()[-1])
+    assert {name for name, _, _ in launched} >= {
+        "attention",
+        "attention_backward",
+        "matmul",
+        "grouped_matmul",
+        "rms_norm",
+    }
+    assert [(name, place) for name, place, same in launched if not same] == []

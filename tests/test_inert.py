@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
 from tiledsched.core.schedule import Schedule
 from tiledsched.tuning.inert import MOST_CHANGES, SURE, InertChanges
@@ -82,7 +81,7 @@ def test_a_change_that_made_a_difference_here_counts_more_than_one_that_made_non
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.permutations(ALL), st.integers(1, 12))
+@given(strategies.permutations(ALL), strategies.integers(1, 12))
 def test_nothing_is_lost_and_nothing_twice(order, count) -> None:
     inert = InertChanges(CHOICES)
     for schedule in order[:9]:

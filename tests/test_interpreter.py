@@ -31,72 +31,58 @@ DOCS = Path(__file__).parents[1] / "docs" / "check.md"
 
 def type_rules(halves, brains, floats, integers, bytes_, scale: float, count: int, SIZE: Int):
     """Every assertion here holds in cuTile's compiler too: test_compiler_agrees_with_the_types compiles it."""
-    h = ct.load(halves, (0, 0), (4, SIZE))
-    b = ct.load(brains, (0, 0), (4, SIZE))
-    f = ct.load(floats, (0, 0), (4, SIZE))
-    i = ct.load(integers, (0, 0), (4, SIZE))
-    s = ct.load(bytes_, (0, 0), (4, SIZE))
-    flag = h < f
-    ct.static_assert((h * 2.0).dtype == ct.float16)
-    ct.static_assert((2 - h).dtype == ct.float16)
-    ct.static_assert((h * scale).dtype == ct.float32)
-    ct.static_assert((h * f).dtype == ct.float32)
-    ct.static_assert((b + f).dtype == ct.float32)
-    ct.static_assert((f * 0.5).dtype == ct.float32)
-    ct.static_assert((h + i).dtype == ct.float16)
-    ct.static_assert((i * 2).dtype == ct.int32)
-    ct.static_assert((i * 2.5).dtype == ct.float32)
-    ct.static_assert((i / 2).dtype == ct.float32)
-    ct.static_assert((i // 2).dtype == ct.int32)
-    ct.static_assert((s + 1).dtype == ct.int8)
-    ct.static_assert((s + count).dtype == ct.int32)
-    ct.static_assert((s * True).dtype == ct.int8)
-    ct.static_assert((flag & (i > 2)).dtype == ct.bool_)
-    ct.static_assert((-i).dtype == ct.int32)
-    ct.static_assert((~flag).dtype == ct.bool_)
-    higher = max(h, f)
-    ct.static_assert(higher.dtype == ct.float32)
-    lower = min(i, count)
-    ct.static_assert(lower.dtype == ct.int32 and lower.shape == (4, 8))
-    chosen = ct.where(flag, h, -float("inf"))
-    ct.static_assert(chosen.dtype == ct.float16)
-    power = ct.exp2(i)
-    ct.static_assert(power.dtype == ct.float32)
-    root = ct.sqrt(h)
-    ct.static_assert(root.dtype == ct.float16)
-    total = ct.sum(h, axis=-1)
-    ct.static_assert(total.dtype == ct.float16 and total.shape == (4,))
-    counted = ct.sum(flag)
-    ct.static_assert(counted.dtype == ct.int32 and counted.shape == ())
-    highest = ct.max(f, axis=1, keepdims=True)
-    ct.static_assert(highest.dtype == ct.float32 and highest.shape == (4, 1))
-    where_highest = ct.argmax(h, axis=0)
-    ct.static_assert(where_highest.dtype == ct.int32 and where_highest.shape == (8,))
-    running = ct.cumsum(i, 1)
-    ct.static_assert(running.dtype == ct.int32 and running.shape == (4, 8))
-    turned = h.transpose()
-    ct.static_assert(turned.shape == (8, 4))
-    product = h @ turned
-    ct.static_assert(product.dtype == ct.float16 and product.shape == (4, 4))
-    accumulated = ct.mma(h, turned, ct.zeros((4, 4), ct.float32))
-    ct.static_assert(accumulated.dtype == ct.float32)
-    mixed = ct.mma(s, s.transpose(), ct.zeros((4, 4), ct.int32))
-    ct.static_assert(mixed.dtype == ct.int32)
-    spread = ct.arange(8, dtype=ct.int32)[:, None]
-    ct.static_assert(spread.shape == (8, 1) and spread.dtype == ct.int32)
-    joined = ct.cat((h, h), 0)
-    ct.static_assert(joined.shape == (8, 8))
-    part = ct.extract(h, (0, 1), (2, 4))
-    ct.static_assert(part.shape == (2, 4))
-    moved = h.reshape((2, 2, 8)).permute((2, 0, 1))
-    ct.static_assert(moved.shape == (8, 2, 2))
-    wide = ct.broadcast_to(spread, (8, 4))
-    ct.static_assert(wide.shape == (8, 4))
-    bits = ct.bitcast(f, ct.int32)
-    ct.static_assert(bits.dtype == ct.int32)
-    blocks = ct.cdiv(count, 4)
-    ct.static_assert(blocks.dtype == ct.int32)
-    ct.static_assert(floats.shape[0].dtype == ct.int32)
+    h, b, f, i, s = (
+        ct.load(halves, (0, 0), (4, SIZE)),
+        ct.load(brains, (0, 0), (4, SIZE)),
+        ct.load(floats, (0, 0), (4, SIZE)),
+        ct.load(integers, (0, 0), (4, SIZE)),
+        ct.load(bytes_, (0, 0), (4, SIZE)),
+    )
+    flag, turned, spread = h < f, h.transpose(), ct.arange(8, dtype=ct.int32)[:, None]
+    rules = (
+        ("a half times a number", h * 2.0, ct.float16, (4, 8)),
+        ("a number less a half", 2 - h, ct.float16, (4, 8)),
+        ("a half times a scalar", h * scale, ct.float32, (4, 8)),
+        ("a half times a float", h * f, ct.float32, (4, 8)),
+        ("a bfloat16 and a float", b + f, ct.float32, (4, 8)),
+        ("a float times a number", f * 0.5, ct.float32, (4, 8)),
+        ("a half and an integer", h + i, ct.float16, (4, 8)),
+        ("an integer times one", i * 2, ct.int32, (4, 8)),
+        ("an integer times a fraction", i * 2.5, ct.float32, (4, 8)),
+        ("a quotient of integers", i / 2, ct.float32, (4, 8)),
+        ("a quotient rounded down", i // 2, ct.int32, (4, 8)),
+        ("a byte and a number", s + 1, ct.int8, (4, 8)),
+        ("a byte and a scalar", s + count, ct.int32, (4, 8)),
+        ("a byte times a flag", s * True, ct.int8, (4, 8)),
+        ("both flags", flag & (i > 2), ct.bool_, (4, 8)),
+        ("a negative", -i, ct.int32, (4, 8)),
+        ("a flag turned", ~flag, ct.bool_, (4, 8)),
+        ("the larger", max(h, f), ct.float32, (4, 8)),
+        ("the smaller of tile and scalar", min(i, count), ct.int32, (4, 8)),
+        ("a choice", ct.where(flag, h, -float("inf")), ct.float16, (4, 8)),
+        ("a power of an integer", ct.exp2(i), ct.float32, (4, 8)),
+        ("a root", ct.sqrt(h), ct.float16, (4, 8)),
+        ("a sum of rows", ct.sum(h, axis=-1), ct.float16, (4,)),
+        ("a count of flags", ct.sum(flag), ct.int32, ()),
+        ("maxima of rows, kept", ct.max(f, axis=1, keepdims=True), ct.float32, (4, 1)),
+        ("places of maxima", ct.argmax(h, axis=0), ct.int32, (8,)),
+        ("running sums", ct.cumsum(i, 1), ct.int32, (4, 8)),
+        ("transposed", turned, ct.float16, (8, 4)),
+        ("a product of halves", h @ turned, ct.float16, (4, 4)),
+        ("a product added to floats", ct.mma(h, turned, ct.zeros((4, 4), ct.float32)), ct.float32, (4, 4)),
+        ("a product of bytes", ct.mma(s, s.transpose(), ct.zeros((4, 4), ct.int32)), ct.int32, (4, 4)),
+        ("a column of places", spread, ct.int32, (8, 1)),
+        ("two tiles as one", ct.cat((h, h), 0), ct.float16, (8, 8)),
+        ("a part", ct.extract(h, (0, 1), (2, 4)), ct.float16, (2, 4)),
+        ("axes moved", h.reshape((2, 2, 8)).permute((2, 0, 1)), ct.float16, (8, 2, 2)),
+        ("repeated", ct.broadcast_to(spread, (8, 4)), ct.int32, (8, 4)),
+        ("the same bits", ct.bitcast(f, ct.int32), ct.int32, (4, 8)),
+        ("a quotient of scalars rounded up", ct.cdiv(count, 4), ct.int32, ()),
+        ("a size", floats.shape[0], ct.int32, ()),
+    )
+    for place in ct.static_iter(range(len(rules))):
+        ct.static_assert(rules[place][1].dtype == rules[place][2], rules[place][0])
+        ct.static_assert(rules[place][1].shape == rules[place][3], rules[place][0])
     for j in range(count):
         ct.static_assert(j.dtype == ct.int32)
     ct.store(floats, (0, 0), f + h)
@@ -163,12 +149,21 @@ def copied(source, index, shape, order="C", padding=ct.PaddingMode.UNDETERMINED)
     return target
 
 
-def test_load_counts_in_tiles_and_follows_order():
-    source = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
-    assert np.array_equal(copied(source, (1, 2), (4, 4)), source[4:8, 8:12])
-    assert np.array_equal(copied(source, (2, 1), (4, 4), (1, 0)), source.T[8:12, 4:8])
-    assert np.array_equal(copied(source, (2, 1), (4, 4), "F"), source.T[8:12, 4:8])
-    assert np.array_equal(copied(source.T, (2, 1), (4, 4)), source.T[8:12, 4:8])  # any strides
+SOURCE = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("source", "index", "order", "found"),
+    [
+        (SOURCE, (1, 2), "C", SOURCE[4:8, 8:12]),
+        (SOURCE, (2, 1), (1, 0), SOURCE.T[8:12, 4:8]),
+        (SOURCE, (2, 1), "F", SOURCE.T[8:12, 4:8]),
+        (SOURCE.T, (2, 1), "C", SOURCE.T[8:12, 4:8]),
+    ],
+    ids=["rows first", "columns first", "columns first by its name", "any strides"],
+)
+def test_load_counts_in_tiles_and_follows_order(source, index, order, found):
+    assert np.array_equal(copied(source, index, (4, 4), order), found)
 
 
 @pytest.mark.parametrize(
@@ -196,17 +191,6 @@ def test_undetermined_integers_are_poisoned():
     assert copied(np.zeros((3, 4), np.int16), (0, 0), (4, 4))[3, 0] == np.iinfo(np.int16).max
 
 
-def test_float_padding_of_an_integer_array_is_an_error():
-    with pytest.raises(InterpreterError, match="needs a float array"):
-        copied(np.zeros((3, 4), np.int16), (0, 0), (4, 4), padding=ct.PaddingMode.NAN)
-
-
-@pytest.mark.parametrize("index", [(2, 0), (0, 2), (-1, 0)])
-def test_load_entirely_outside_is_an_error(index):
-    with pytest.raises(InterpreterError, match=r"source.*entirely outside.*\(8, 8\)"):
-        copied(np.zeros((8, 8), np.float32), index, (4, 4))
-
-
 def store_ones(target, AXIS0: Int, AXIS1: Int, VALUE: ct.Constant):
     ct.store(target, (AXIS0, AXIS1), ct.full((4, 4), VALUE, dtype=target.dtype))
 
@@ -218,19 +202,8 @@ def test_store_drops_elements_beyond_the_edge():
     assert memory[4:6, 4].tolist() == [1, 1]
 
 
-def test_store_entirely_outside_is_an_error():
-    with pytest.raises(InterpreterError, match="entirely outside"):
-        run(store_ones, 1, (np.zeros((8, 8), np.float16), 0, 2, 1.0))
-
-
 def store_wide(target):
     ct.store(target, (0,), ct.zeros((4,), ct.float32))
-
-
-def test_store_that_would_lose_precision_needs_a_cast():
-    with pytest.raises(InterpreterError, match=r"float32 is not cast to float16 implicitly; use \.astype"):
-        run(store_wide, 1, (np.zeros(4, np.float16),))
-    run(store_wide, 1, (np.ones(4, np.float64),))
 
 
 def claim_checks(source, target):
@@ -238,20 +211,11 @@ def claim_checks(source, target):
     ct.store(target, (0,), tile, check_bounds=False)
 
 
-def test_check_bounds_false_is_checked():
-    run(claim_checks, 1, (np.zeros(4), np.zeros(4)))
-    with pytest.raises(InterpreterError, match="check_bounds=False"):
-        run(claim_checks, 1, (np.zeros(3), np.zeros(4)))
-
-
 def write_at(target, STEP: Int):
     ct.store(target, (ct.bid(0) // STEP,), ct.full((4,), ct.bid(0), dtype=target.dtype))
 
 
-def test_overlapping_stores_are_found():
-    run(write_at, 2, (np.zeros(8, np.int32), 1))
-    with pytest.raises(InterpreterError, match=r"overlapping stores: .*target was already written by block number 0"):
-        run(write_at, 2, (np.zeros(8, np.int32), 2))
+def test_overlapping_stores_are_let_through_where_that_is_asked_for():
     memory = np.zeros(8, np.int32)
     run(write_at, 2, (memory, 2), check_overlap=False)
     assert memory.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
@@ -344,48 +308,44 @@ def evaluate(expression, *arrays, dtype):
     return target
 
 
-def test_integer_division_rounds_as_in_python():
-    x, y = np.array([7, -7, 7, -7], np.int32), np.array([2, 2, -2, -2], np.int32)
-    assert evaluate(lambda a, b: a // b, x, y, dtype=np.int32).tolist() == [3, -4, -4, 3]
-    assert evaluate(lambda a, b: a % b, x, y, dtype=np.int32).tolist() == [1, 1, -1, -1]
-    assert evaluate(ct.cdiv, x, y, dtype=np.int32).tolist() == [4, -3, -3, 4]
-    with pytest.raises(InterpreterError, match="division by zero"):
-        evaluate(lambda a, b: a // b, x, np.zeros(4, np.int32), dtype=np.int32)
+INTEGERS = np.array([7, -7, 7, -7], np.int32), np.array([2, 2, -2, -2], np.int32)
+TINY = np.array([1e-39, 1.0], np.float32)
+WITH_NAN = np.array([np.nan, 1], np.float32), np.array([2, np.nan], np.float32)
+ROWS = np.arange(32, dtype=np.float32).reshape(4, 8)
+COMPUTED = {
+    "a quotient rounded down": (lambda a, b: a // b, INTEGERS, [3, -4, -4, 3]),
+    "a rest has the sign of the divisor": (lambda a, b: a % b, INTEGERS, [1, 1, -1, -1]),
+    "a quotient rounded up": (ct.cdiv, INTEGERS, [4, -3, -3, 4]),
+    "a maximum prefers numbers to NaN": (ct.maximum, WITH_NAN, [2, 1]),
+    "a maximum that keeps NaN": (lambda a, b: ct.maximum(a, b, propagate_nan=True), WITH_NAN, [np.nan] * 2),
+    "tiny numbers stay": (lambda a: a * 1.0, [TINY], TINY),
+    "tiny numbers are flushed": (lambda a: ct.mul(a, 1.0, flush_to_zero=True), [TINY], [0, 1]),
+    "an approximate quotient": (
+        lambda a: ct.truediv(a, 3.0, rounding_mode=ct.RoundingMode.APPROX),
+        [TINY],
+        TINY / np.float32(3),
+    ),
+    "sums of rows": (lambda a: ct.sum(a, 1, keepdims=True) + 0 * a, [ROWS], ROWS.sum(1, keepdims=True) + 0 * ROWS),
+    "a minimum of all": (lambda a: ct.min(a) + 0 * a, [ROWS + 1], 0 * ROWS + 1),
+    "places of maxima": (lambda a: ct.argmax(a, 1)[:, None] + 0 * a, [ROWS], 0 * ROWS + 7),
+    "running sums": (lambda a: ct.cumsum(a, 1), [ROWS], np.cumsum(ROWS, 1)),
+    "running sums from the end": (
+        lambda a: ct.cumsum(a, 1, reverse=True),
+        [ROWS],
+        np.cumsum(ROWS[:, ::-1], 1)[:, ::-1],
+    ),
+    "a reduction of one's own": (
+        lambda a: ct.reduce(a, 0, lambda low, high: low * high, 1.0) + 0 * a,
+        [ROWS + 1],
+        np.prod(ROWS + 1, 0) + 0 * ROWS,
+    ),
+}
 
 
-def test_maximum_prefers_numbers_to_nan():
-    x, y = np.array([np.nan, 1], np.float32), np.array([2, np.nan], np.float32)
-    assert evaluate(ct.maximum, x, y, dtype=np.float32).tolist() == [2, 1]
-    assert np.isnan(evaluate(lambda a, b: ct.maximum(a, b, propagate_nan=True), x, y, dtype=np.float32)).all()
-
-
-def test_flush_to_zero():
-    tiny = np.array([1e-39, 1.0], np.float32)
-    assert evaluate(lambda a: a * 1.0, tiny, dtype=np.float32)[0] > 0
-    assert evaluate(lambda a: ct.mul(a, 1.0, flush_to_zero=True), tiny, dtype=np.float32).tolist() == [0, 1]
-    with pytest.raises(InterpreterError, match="float32 only"):
-        evaluate(lambda a: ct.exp2(a, flush_to_zero=True), np.ones(2, np.float16), dtype=np.float16)
-
-
-def test_approximate_rounding_takes_float32_only():
-    def divide(a):
-        return ct.truediv(a, 3.0, rounding_mode=ct.RoundingMode.APPROX)
-
-    assert evaluate(divide, np.ones(2, np.float32), dtype=np.float32)[0] == np.float32(1) / np.float32(3)
-    with pytest.raises(InterpreterError, match="float32 only"):
-        evaluate(divide, np.ones(2, np.float16), dtype=np.float16)
-
-
-def test_reductions():
-    x = np.arange(32, dtype=np.float32).reshape(4, 8)
-    assert evaluate(lambda a: ct.sum(a, 1, keepdims=True) + 0 * a, x, dtype=np.float32)[3, 0] == x[3].sum()
-    assert evaluate(lambda a: ct.min(a) + 0 * a, x, dtype=np.float32)[0, 0] == 0
-    assert evaluate(lambda a: ct.argmax(a, 1)[:, None] + 0 * a, x, dtype=np.float32)[0, 0] == 7
-    assert evaluate(lambda a: ct.cumsum(a, 1), x, dtype=np.float32).tolist() == np.cumsum(x, 1).tolist()
-    backwards = evaluate(lambda a: ct.cumsum(a, 1, reverse=True), x, dtype=np.float32)
-    assert backwards.tolist() == np.cumsum(x[:, ::-1], 1)[:, ::-1].tolist()
-    folded = evaluate(lambda a: ct.reduce(a, 0, lambda low, high: low * high, 1.0) + 0 * a, x + 1, dtype=np.float32)
-    np.testing.assert_allclose(folded[0], np.prod(x + 1, 0), rtol=1e-6)
+@pytest.mark.parametrize("what", COMPUTED)
+def test_what_is_computed(what):
+    expression, arrays, found = COMPUTED[what]
+    np.testing.assert_allclose(evaluate(expression, *arrays, dtype=arrays[0].dtype), np.array(found, arrays[0].dtype))
 
 
 def test_product_rounds_to_the_accumulator():
@@ -409,14 +369,6 @@ def _product_kernel(product):
         ct.store(target, (0, 0), product(ct.load(x, (0, 0), (2, 16)), ct.load(y, (0, 0), (16, 2))))
 
     return kernel
-
-
-def test_bfloat16_cannot_accumulate_in_float16():
-    def half(a, b):
-        return ct.mma(a, b, ct.zeros((2, 2), ct.float16))
-
-    with pytest.raises(InterpreterError, match="bfloat16 accumulates in"):
-        run(_product_kernel(half), 1, (np.ones((2, 16), BFLOAT16), np.ones((16, 2), BFLOAT16), np.zeros((2, 2))))
 
 
 def test_float8_and_tfloat32():
@@ -477,15 +429,6 @@ def misspelt(source):
     ct.load(source, (0,), (4,), paddding_mode=ct.PaddingMode.ZERO)
 
 
-def raw_memory(source):
-    source.get_raw_memory()
-
-
-def scaled_product(source):
-    tile = ct.load(source, (0,), (4,))
-    ct.mma_scaled(tile, tile, tile, tile, tile)
-
-
 def mixed_signs(source):
     tile = ct.load(source, (0,), (4,))
     tile.astype(ct.int32) + tile.astype(ct.uint32)
@@ -499,38 +442,82 @@ def subscript(source):
     source[0]
 
 
+def accumulated_in_halves(x, y):
+    ct.mma(ct.load(x, (0, 0), (2, 16)), ct.load(y, (0, 0), (16, 2)), ct.zeros((2, 2), ct.float16))
+
+
+def quotient(x, y):
+    ct.load(x, (0,), (4,)) // ct.load(y, (0,), (4,))
+
+
+def flushed(x):
+    ct.exp2(ct.load(x, (0,), (4,)), flush_to_zero=True)
+
+
+def approximate(x):
+    ct.truediv(ct.load(x, (0,), (4,)), 3.0, rounding_mode=ct.RoundingMode.APPROX)
+
+
+FOUR, HALVES, SQUARE = np.zeros(4, np.float32), np.zeros(4, np.float16), np.zeros((8, 8), np.float32)
+MATRICES = np.ones((2, 16), BFLOAT16), np.ones((16, 2), BFLOAT16)
+AT, PADDING = ((4, 4), "C", ct.PaddingMode.ZERO), ((4, 4), "C", ct.PaddingMode.NAN)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "extra", "message"),
+    ("kernel", "given", "message"),
     [
-        (shape_at_run_time, (4,), "known at compile time.*ct.Constant"),
-        (odd_shape, (), "powers of two"),
-        (branch_on_a_tile, (), "where one number is needed"),
-        (misspelt, (), r"ct\.load: unknown arguments \['paddding_mode'\]"),
-        (raw_memory, (), r"ct\.Array\.get_raw_memory is not supported"),
-        (scaled_product, (), r"ct\.mma_scaled does not take float32 scaled by float32"),
-        (mixed_signs, (), "int32 and uint32 have no common type"),
-        (bad_latency, (), "latency hint must be between 1 and 10"),
-        (subscript, (), r"use ct\.load or ct\.gather"),
+        (shape_at_run_time, (FOUR, 4), "known at compile time.*ct.Constant"),
+        (odd_shape, (FOUR,), "powers of two"),
+        (branch_on_a_tile, (FOUR,), "where one number is needed"),
+        (misspelt, (FOUR,), r"ct\.load: unknown arguments \['paddding_mode'\]"),
+        (mixed_signs, (FOUR,), "int32 and uint32 have no common type"),
+        (bad_latency, (FOUR,), "latency hint must be between 1 and 10"),
+        (subscript, (FOUR,), r"use ct\.load or ct\.gather"),
+        (quotient, (np.ones(4, np.int32), np.zeros(4, np.int32)), "division by zero"),
+        (flushed, (HALVES,), "float32 only"),
+        (approximate, (HALVES,), "float32 only"),
+        (accumulated_in_halves, MATRICES, "bfloat16 accumulates in"),
+        (copy_tile, (np.zeros((3, 4), np.int16), SQUARE, (0, 0), *PADDING), "needs a float array"),
+        *(
+            (copy_tile, (SQUARE, SQUARE, at, *AT), r"source.*entirely outside.*\(8, 8\)")
+            for at in [(2, 0), (0, 2), (-1, 0)]
+        ),
+        (store_ones, (SQUARE, 0, 2, 1.0), "entirely outside"),
+        (store_wide, (HALVES,), r"float32 is not cast to float16 implicitly; use \.astype"),
+        (claim_checks, (np.zeros(3), np.zeros(4)), "check_bounds=False"),
     ],
 )
-def test_errors_name_the_kernel_the_block_and_the_cause(kernel, extra, message):
+def test_errors_name_the_kernel_the_block_and_the_cause(kernel, given, message):
     with pytest.raises(InterpreterError, match=rf"{kernel.__name__}, block \(0, 0, 0\): .*{message}") as caught:
-        run(kernel, 1, (np.zeros(4, np.float32), *extra))
+        run(kernel, 1, given)
     assert isinstance(caught.value, TiledschedError)
 
 
 @pytest.mark.parametrize(
-    ("grid", "args", "message"),
+    ("kernel", "given"),
     [
-        (0, (np.zeros(4),), "at least one block"),
-        (1, (), r"takes 1 arguments \['target'\], got 0"),
-        (1, ("text",), "expected a NumPy array or a number"),
-        (1, (np.zeros(4, np.complex64),), "no type for NumPy's complex64"),
+        (store_wide, (np.ones(4, np.float64),)),
+        (claim_checks, (np.zeros(4), np.zeros(4))),
+        (write_at, (np.zeros(8, np.int32), 1)),
     ],
 )
-def test_wrong_launches(grid, args, message):
+def test_what_is_like_an_error_and_is_none_runs(kernel, given):
+    run(kernel, 2 if kernel is write_at else 1, given)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "grid", "args", "message"),
+    [
+        (store_wide, 0, (np.zeros(4),), "at least one block"),
+        (store_wide, 1, (), r"takes 1 arguments \['target'\], got 0"),
+        (store_wide, 1, ("text",), "expected a NumPy array or a number"),
+        (store_wide, 1, (np.zeros(4, np.complex64),), "no type for NumPy's complex64"),
+        (write_at, 2, (np.zeros(8, np.int32), 2), "overlapping stores: .*target was already written by block number 0"),
+    ],
+)
+def test_wrong_launches(kernel, grid, args, message):
     with pytest.raises(InterpreterError, match=message):
-        run(store_wide, grid, args)
+        run(kernel, grid, args)
 
 
 def test_tile_functions_still_refuse_to_run_outside_a_launch():
@@ -564,26 +551,11 @@ def turns_of(order, blocks=9):
 
 
 def test_blocks_run_in_the_order_asked_for():
-    assert turns_of("forward") == list(range(9))
-    assert turns_of("reversed") == list(range(9))[::-1]
+    """So a result that depends on the order shows."""
+    assert (turns_of("forward"), turns_of("reversed")) == ([*range(9)], [*range(9)][::-1])
     drawn = [turns_of(seed) for seed in range(5)]
     assert len({tuple(each) for each in drawn}) == 5
     assert turns_of(3) == drawn[3]
-
-
-def first_come(target, counter):
-    before = ct.atomic_add(counter, 0, 1)
-    if before == 0:
-        ct.scatter(target, 0, ct.bid(0))
-
-
-def test_a_result_that_depends_on_the_order_shows():
-    found = set()
-    for order in ("forward", "reversed", 1):
-        target, counter = np.zeros(1, np.int32), np.zeros(1, np.int32)
-        run(ct.kernel(first_come), 5, (target, counter), order=order)
-        found.add(int(target[0]))
-    assert len(found) > 1
 
 
 # ---- every output of a problem ---------------------------------------------------------------------------------------

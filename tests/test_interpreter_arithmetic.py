@@ -203,14 +203,6 @@ def both(x, y, z):
     return x * x - y * y
 
 
-def test_a_fused_product_does_not_overflow_and_nan_stays():
-    assert computed(added, 2e19, 2e19, -3e38) == pytest.approx(1e38, rel=1e-6)
-    assert computed(added, 2e19, 2e19, -3e38, arithmetic="rounded") == np.inf
-    assert np.isnan(computed(added, np.inf, 0.0, 1.0))
-    assert computed(added, 2e19, 2e19, np.inf) == np.inf
-    assert computed(subtracted, 2e19, 2e19, -np.inf) == -np.inf
-
-
 def of_two_types(x, y, z):
     return (x.astype(ct.float16) * y.astype(ct.float16)) + z
 
@@ -236,26 +228,39 @@ def flushing_one(x, y, z):
     return ct.mul(x, y, flush_to_zero=True) + z
 
 
-def test_a_fused_pair_flushes_its_operands_and_its_result_but_not_the_product():
-    small = 2.0**-126
-    assert computed(flushing_both, 2.0**-65, 2.0**-65, small) == small + 2.0**-130
-    assert computed(flushing_both, 2.0**-65, 2.0**-65, small, arithmetic="rounded") == small
-    assert computed(flushing_both, 2.0**-64, 2.0**-64, -(2.0**-127)) == 0.0
-    assert computed(flushing_both, 2.0**-127, 1.0, small) == small
-    assert computed(flushing_one, 2.0**-65, 2.0**-65, small) == small, "the flags differ: two operations"
-
-
-def test_numbers_near_zero_are_zero_where_all_is_flushed():
-    tiny = 2.0**-130
-    assert computed(added, tiny, 2.0**20, 0.0) == 2.0**-110
-    assert computed(added, tiny, 2.0**20, 0.0, arithmetic="flushed") == 0.0
-    assert computed(added, 2.0**-65, 2.0**-65, 0.0, arithmetic="flushed") == 0.0
-    assert computed(added, 2.0**-65, 2.0**-65, 2.0**-126, arithmetic="flushed") == 2.0**-126 + 2.0**-130
-    assert computed(quotient, 1.0, tiny, 0.0) < np.inf == computed(quotient, 1.0, tiny, 0.0, arithmetic="flushed")
-
-
 def quotient(x, y, z):
     return ct.minimum(x, 1e-3) / y * 1e-3 + z
+
+
+SMALL, TINY, MOST = 2.0**-126, 2.0**-130, (2e19, 2e19)
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "arithmetic", "found"),
+    [
+        # A fused product does not overflow, and NaN stays.
+        (added, (*MOST, -3e38), "fused", float(np.float32(2e19)) ** 2 - float(np.float32(3e38))),
+        (added, (*MOST, -3e38), "rounded", np.inf),
+        (added, (np.inf, 0.0, 1.0), "fused", np.nan),
+        (added, (*MOST, np.inf), "fused", np.inf),
+        (subtracted, (*MOST, -np.inf), "fused", -np.inf),
+        # A fused pair flushes its operands and its result, but not the product.
+        (flushing_both, (2.0**-65, 2.0**-65, SMALL), "fused", SMALL + TINY),
+        (flushing_both, (2.0**-65, 2.0**-65, SMALL), "rounded", SMALL),
+        (flushing_both, (2.0**-64, 2.0**-64, -(2.0**-127)), "fused", 0.0),
+        (flushing_both, (2.0**-127, 1.0, SMALL), "fused", SMALL),
+        (flushing_one, (2.0**-65, 2.0**-65, SMALL), "fused", SMALL),  # the flags differ: two operations
+        # Numbers near zero are zero where all is flushed.
+        (added, (TINY, 2.0**20, 0.0), "fused", 2.0**-110),
+        (added, (TINY, 2.0**20, 0.0), "flushed", 0.0),
+        (added, (2.0**-65, 2.0**-65, 0.0), "flushed", 0.0),
+        (added, (2.0**-65, 2.0**-65, SMALL), "flushed", SMALL + TINY),
+        (quotient, (1.0, TINY, 0.0), "fused", 1e-6 / TINY),
+        (quotient, (1.0, TINY, 0.0), "flushed", np.inf),
+    ],
+)
+def test_where_products_overflow_and_near_zero(form, given, arithmetic, found):
+    assert computed(form, *given, arithmetic=arithmetic) == pytest.approx(found, rel=1e-6, abs=0, nan_ok=True)
 
 
 def test_an_unknown_arithmetic_is_refused():

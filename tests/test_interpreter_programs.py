@@ -143,24 +143,18 @@ def test_scaled_products(dtype, scale_type, block):
     assert np.allclose(out, want, rtol=1e-5)
 
 
-def test_scaled_products_refuse_what_cutile_refuses():
-    out = np.zeros((4, 8), np.float32)
-
-    def product(dtype, scale_type, block, out=out):
-        arrays = (
-            np.ones((4, 64), dtype),
-            np.ones((4, 64 // block), scale_type),
-            np.ones((64, 8), dtype),
-            np.ones((64 // block, 8), scale_type),
-        )
-        run(scaled_product, 1, (*arrays, out, 4, 8, 64, block))
-
-    with pytest.raises(InterpreterError, match="does not take float16 scaled by float8_e8m0fnu"):
-        product(np.float16, E8, 32)
-    with pytest.raises(InterpreterError, match="does not take float8_e4m3fn scaled by float8_e4m3fn"):
-        product(FP8, FP8, 32)
-    with pytest.raises(InterpreterError, match=r"do not fit .* blocks of \(32,\)"):
-        product(FP8, E8, 16)
+@pytest.mark.parametrize(
+    ("dtype", "scale_type", "block", "why"),
+    [
+        (np.float16, E8, 32, "does not take float16 scaled by float8_e8m0fnu"),
+        (FP8, FP8, 32, "does not take float8_e4m3fn scaled by float8_e4m3fn"),
+        (FP8, E8, 16, r"do not fit .* blocks of \(32,\)"),
+    ],
+)
+def test_scaled_products_refuse_what_cutile_refuses(dtype, scale_type, block, why):
+    shapes = ((4, 64), dtype), ((4, 64 // block), scale_type), ((64, 8), dtype), ((64 // block, 8), scale_type)
+    with pytest.raises(InterpreterError, match=why):
+        run(scaled_product, 1, (*(np.ones(*each) for each in shapes), np.zeros((4, 8), np.float32), 4, 8, 64, block))
 
 
 def packing(source, packed, target):

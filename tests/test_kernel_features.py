@@ -176,18 +176,30 @@ def test_wide_indices_are_there():
 # ---- the reference, and what is said of a problem ---------------------------------------------------------------------
 
 
-def test_a_window_that_hides_nothing_is_none():
-    plain = Attention.problem(seq_q=100, seq_k=100, head_dim=64, causal=True)
-    assert plain.replace(window=100) == plain
-    assert plain.replace(window=99).window == 99
-    chunk = Attention.problem(seq_q=10, seq_k=100, head_dim=64, **CAUSAL)
-    assert chunk.replace(window=100) == chunk
-    assert chunk.replace(window=10).window == 10
-    assert plain.replace(window_right=99) == plain.replace(causal=False) == plain.replace(window_right=5000)
-    assert plain.replace(window_right=98).window_right == 98
-    assert plain.replace(window=10, window_right=500).window_right == 99
-    assert chunk.replace(window_right=9) == chunk.replace(causal=False)
-    assert chunk.replace(window_right=8).window_right == 8
+PLAIN = Attention.problem(seq_q=100, seq_k=100, head_dim=64, causal=True)
+CHUNK = PLAIN.replace(seq_q=10, **CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("problem", "asked", "found"),
+    [
+        (PLAIN, {"window": 100}, {}),
+        (PLAIN, {"window": 99}, {"window": 99}),
+        (CHUNK, {"window": 100}, {}),
+        (CHUNK, {"window": 10}, {"window": 10}),
+        (PLAIN, {"window_right": 99}, {"causal": False}),
+        (PLAIN, {"window_right": 5000}, {"causal": False}),
+        (PLAIN, {"window_right": 98}, {"window_right": 98}),
+        (PLAIN, {"window": 10, "window_right": 500}, {"window": 10, "window_right": 99}),
+        (CHUNK, {"window_right": 9}, {"causal": False}),
+        (CHUNK, {"window_right": 8}, {"window_right": 8}),
+    ],
+    ids=str,
+)
+def test_a_window_that_hides_nothing_is_none(problem, asked, found):
+    made = problem.replace(**asked)
+    assert made == problem.replace(**found)
+    assert [made.values[name] for name in found] == list(found.values())
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k", "alignment"), [*SIZES, (1, 300, "bottom_right"), (300, 1, "top_left")])
@@ -213,23 +225,40 @@ def test_work_in_a_window(seq_q, seq_k, alignment, window, right):
         assert taken >= sum(tiles) or not problem.window
 
 
-def test_features_stand_in_descriptions_and_ids():
-    plain = Attention.problem(seq_q=100, seq_k=100, head_dim=64, causal=True)
-    features = plain.replace(window=10, softcap=True, sinks=True, starts=True, lengths=True)
-    assert Attention.describe(features).endswith("causal window=10 +softcap +sinks +starts +lengths")
-    assert Attention.file_words(features).endswith("_h1_window10_softcap_sinks_starts_lengths")
-    sides = plain.replace(window=10, window_right=5)
-    assert Attention.describe(sides).endswith("causal window=10 right=5")
-    assert Attention.file_words(sides).endswith("_h1_window10_right5")
-    assert features.id != plain.id
-    assert not set(plain.to_json()) & {"window", "softcap", "sinks", "starts", "lengths"}
-    assert problem_from_json(features.to_json()) == features
-    assert Attention.similarity.weight(features, features) == 1.0
-    for first, second in itertools.combinations(
-        [plain, plain.replace(window=10), plain.replace(window=50), sides, features], 2
-    ):
-        assert Attention.similarity.weight(first, second) < 1.0
-        assert Attention.similarity.distance(first, second) > 0.0
+WINDOW = PLAIN.replace(window=10)
+DESCRIBED = {
+    "features": (
+        WINDOW.replace(softcap=True, sinks=True, starts=True, lengths=True),
+        "causal window=10 +softcap +sinks +starts +lengths",
+        "_h1_window10_softcap_sinks_starts_lengths",
+    ),
+    "a window of two sides": (WINDOW.replace(window_right=5), "causal window=10 right=5", "_h1_window10_right5"),
+    "packed": (PLAIN.replace(packed=5, lse=True), "packed=5 +lse", "_packed5_lse"),
+    "paged": (
+        CHUNK.replace(seq_k=192, page=64, lengths=True, lse=True),
+        "page=64 +lengths +lse",
+        "_page64_lengths_lse",
+    ),
+}
+NAMES = {"window", "softcap", "sinks", "starts", "lengths", "packed", "page"}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_features_stand_in_descriptions_and_ids(name):
+    problem, words, file_words = DESCRIBED[name]
+    assert Attention.describe(problem).endswith(words)
+    assert Attention.file_words(problem).endswith(file_words)
+    assert problem_from_json(problem.to_json()) == problem
+    assert Attention.similarity.weight(problem, problem) == 1.0
+    assert bool(Attention.similarity.bucketed(problem.replace(seq_q=77)).is_varlen) == problem.is_varlen
+    plain = problem.replace(**{each: type(problem.values[each])() for each in NAMES})
+    assert not set(plain.to_json()) & NAMES
+    others = [each for each, *_ in DESCRIBED.values()]
+    for other in [each for each in (plain, PLAIN, WINDOW, PLAIN.replace(window=50), *others) if each != problem]:
+        assert other.id != problem.id
+        assert Attention.similarity.weight(problem, other) < 1.0
+        assert Attention.similarity.distance(problem, other) > 0.0
+    assert not (problem.is_varlen and Attention.similarity.loss_group(problem))
 
 
 def test_the_model_knows_features():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import types
@@ -15,13 +16,6 @@ from tile_checks import substituted
 
 from tiledsched.interpreter import InterpreterError
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention import entries as attention_entries
-from tiledsched.kernels.attention import features as attention_features
-from tiledsched.kernels.attention import flat as attention_flat
-from tiledsched.kernels.attention import packed as attention_packed
-from tiledsched.kernels.attention import scheduler as attention_scheduler
-from tiledsched.kernels.attention import split as attention_split
-from tiledsched.kernels.attention import tiles as attention_tiles
 
 MUTATIONS = {
     "the last turn left out": ("ct.cdiv(steps, const.UNROLL) * const", "steps // const.UNROLL * const", "loops 22"),
@@ -557,21 +551,16 @@ MUTATIONS = {
 """Fault -> what stands in the tile code, what is put in its place, and the case that notices it soonest."""
 
 
-MODULES = (
-    attention_scheduler,
-    attention_packed,
-    attention_features,
-    attention_tiles,
-    attention_split,
-    attention_flat,
-    attention_entries,
-)
+MODULES = [
+    f"tiledsched.kernels.attention.{name}"
+    for name in ("scheduler", "packed", "features", "tiles", "split", "flat", "entries")
+]
 """In the order in which they name each other."""
 
 
 @lru_cache
-def source_of(module):
-    return inspect.getsource(module)
+def source_of(name):
+    return inspect.getsource(importlib.import_module(name))
 
 
 @lru_cache(maxsize=64)
@@ -582,7 +571,7 @@ def compiled(source, name):
 
 def mutated(old, new):
     """Attention over copies of the kernel's modules with `old` replaced by `new` wherever it stands."""
-    sources = {module.__name__: source_of(module) for module in MODULES}
+    sources = {name: source_of(name) for name in MODULES}
     copies = {name: types.ModuleType(name) for name in sources}
     with mock.patch.dict(sys.modules, copies):  # so that they import each other
         for name, source in substituted(sources, old, new).items():
@@ -593,7 +582,7 @@ def mutated(old, new):
         suites, default_suite = {}, ""  # else each of their problems is made once more, for every mutation
 
         def launches(p, s, device):
-            entries = copies[attention_entries.__name__]
+            entries = copies[MODULES[-1]]
             return [(getattr(entries, entry.__name__), grid) for entry, grid in Attention.launches(p, s, device)]
 
     return Mutated

@@ -13,7 +13,6 @@ from kernel_checks import SPACES, check, make_inputs, more_inputs, schedule_for
 from test_kernel_features import STRUCTURES
 
 from tiledsched.core.device import arch_spec
-from tiledsched.core.registry import problem_from_json
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.inputs import SHORT, offsets
 
@@ -143,26 +142,6 @@ def test_drawn_lengths():
             assert (len(ends), ends[0], ends[-1]) == (sequences + 1, 0, total)
             assert (np.diff(ends) >= 0).all()
     assert set(SHORT[:6]) <= set(np.diff(offsets(rng, 1000, 12, uneven=True)))
-
-
-def test_sequences_and_pages_stand_in_descriptions_and_ids():
-    for problem, words, file_words in (
-        (PACKED, "packed=5 +lse", "_packed5_lse"),
-        (PAGED, "page=64 +lengths +lse", "_page64_lengths_lse"),
-    ):
-        assert Attention.describe(problem).endswith(words)
-        assert Attention.file_words(problem).endswith(file_words)
-        assert problem_from_json(problem.to_json()) == problem
-        plain = problem.replace(packed=0, page=0, lengths=False)
-        assert not {"packed", "page"} & set(plain.to_json())
-        assert Attention.similarity.weight(problem, problem) == 1.0 > Attention.similarity.weight(problem, plain)
-        assert Attention.similarity.distance(problem, plain) > 0.0
-        assert not Attention.similarity.loss_group(problem)
-        for rounded in (
-            Attention.similarity.bucketed(problem.replace(seq_q=777)),
-            Attention.similarity.bucketed(problem),
-        ):
-            assert rounded.is_varlen
 
 
 def test_the_model_takes_sequences_as_equally_long():

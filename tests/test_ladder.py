@@ -19,7 +19,7 @@ from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.ops.bench import bench_here
-from tiledsched.rivals.rows import BenchRow, read_rows
+from tiledsched.rivals.rows import BenchRow
 from tiledsched.studies.ladder import pages, rungs
 from tiledsched.studies.ladder.rungs import EDITS, NAIVE, PlainAttention, plain_problem
 
@@ -51,9 +51,7 @@ def test_every_rung_is_right(name, causal):
 
 
 def test_a_wrong_rung_is_noticed(monkeypatch):
-    import tiledsched.studies.ladder.tiles as tiles
-
-    monkeypatch.setattr(tiles, "LOG2_E", 1.0)
+    monkeypatch.setattr("tiledsched.studies.ladder.tiles.LOG2_E", 1.0)
     passed, _, _ = check_schedule(
         PlainAttention, PlainAttention.problem(pairs=1, rows=70, head_dim=16), rungs.rungs()["exp2"][1]
     )
@@ -171,15 +169,12 @@ def test_hints_for_every_arch_can_be_pasted(home, capsys):
     assert options.opt_level == 3
 
 
-def test_a_ladder_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_a_ladder_is_benched_and_told(tmp_path, monkeypatch):
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
-    path, harness = tmp_path / "ladder.csv", Harness()
     problems = [PROBLEM.replace(seq_q=length, seq_k=length) for length in (1024, 4096)]
-    how = {"methods": rungs.methods(), "rounds": 6, "harness": harness, "pace": QUICK}
-    bench_here(Attention, problems[:1], path=path, **how)
-    bench_here(Attention, problems, path=path, **how)
-    assert harness.prepared == [("burst", each) for each in problems]
-    assert [row.method for row in read_rows(path)] == [*rungs.rungs(), "tiledsched"] * 2
+    how = {"methods": rungs.methods(), "rounds": 6, "harness": Harness(), "pace": QUICK}
+    rows = bench_here(Attention, problems, path=tmp_path / "ladder.csv", **how)
+    assert [row.method for row in rows] == [*rungs.rungs(), "tiledsched"] * 2
     assert main(["study", "ladder", "--summary", "--out", str(tmp_path), "-p", "B=2,H=3,S=1024,D=64,causal"]) == 0
     assert {"ladder.md", "ladder.html", "by_target.py"} <= {each.name for each in tmp_path.iterdir()}
 

@@ -15,8 +15,7 @@ from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import layers, load_entries, load_table
-from tiledsched.store import engine as engines
-from tiledsched.store import location
+from tiledsched.store import engine, location
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table
 
@@ -90,8 +89,8 @@ def test_the_machines_shared_folder_is_looked_into(tmp_path, monkeypatch) -> Non
 
 
 STATEMENTS = {
-    "newer": f"UPDATE {engines.VERSION_TABLE} SET version_num = '9999'",
-    "unreleased": f"ALTER TABLE {engines.VERSION_TABLE} RENAME TO {engines.UNRELEASED_TABLE}",
+    "newer": f"UPDATE {engine.VERSION_TABLE} SET version_num = '9999'",
+    "unreleased": f"ALTER TABLE {engine.VERSION_TABLE} RENAME TO {engine.UNRELEASED_TABLE}",
     "no JSON": "UPDATE problems SET dims = '{'",
     "no device of ours": "UPDATE devices SET device = '[]'",
 }
@@ -125,7 +124,9 @@ def test_a_layer_that_cannot_be_read_is_left_out_and_the_others_serve_on(both, c
     if (which, how) != ("db", "gone"):  # a user need not have one
         (record,) = caplog.records
         assert broken in record.message
-        assert record.message.endswith("it is left out")
+        assert record.message.endswith(
+            "`tiledsched db check` names them" if how in ("no JSON", "no device of ours") else "it is left out"
+        )
     served = load_table(both, kernel=Attention, archs={"sm_90"}).resolve(SHIPPED.problem, "sm_90", SHIPPED.device_name)
     whole = space_for("sm_90", Attention).complete(SHIPPED.schedule)  # with a default for each knob that is younger
     assert (served.entry.layer, served.schedule) == ("shipped", whole)

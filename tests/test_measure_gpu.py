@@ -81,6 +81,12 @@ def is_gone(process: subprocess.Popen) -> bool:
     return process.returncode is not None and not Path(f"/proc/{process.pid}").exists()
 
 
+def assert_wrong(runner: GpuRunner, one: Candidate, words: str) -> None:
+    failure = runner.check(one)
+    assert failure.kind is FailureKind.WRONG_RESULT
+    assert words in failure.message
+
+
 def assert_usable(runner: GpuRunner) -> None:
     checked = runner.check(candidate(77.0))
     assert isinstance(checked, Checked), checked
@@ -106,9 +112,7 @@ def test_right_candidate(runner, problem):
 
 
 def test_a_race_that_shows_only_in_launches_in_a_row(runner):
-    failure = runner.check(candidate(50.0, check="wrong-in-a-row"))
-    assert failure.kind is FailureKind.WRONG_RESULT
-    assert "after launches in a row" in failure.message
+    assert_wrong(runner, candidate(50.0, check="wrong-in-a-row"), "after launches in a row")
     assert isinstance(runner.check(candidate(9000.0, check="wrong-in-a-row")), Checked)  # slow ones are not repeated
 
 
@@ -130,9 +134,7 @@ def test_other_problems(runner, problem, kv_splits):
         ("unwritten-lse", "error inf above 0.002 in Lse"),
         ("wrong", "relative error"),
     ):
-        failure = runner.check(candidate(124.0, check=act))
-        assert failure.kind is FailureKind.WRONG_RESULT
-        assert what in failure.message
+        assert_wrong(runner, candidate(124.0, check=act), what)
 
 
 def assert_samples(runner, us_of, regime="burst", graph_launches=0):
@@ -227,18 +229,20 @@ def test_the_others_are_still_interleaved(runner, together):
     assert_samples(runner, {candidate(10.0): 10.0, candidate(20.0): 20.0})
 
 
-@pytest.mark.parametrize("mode", ["check", "sample", "begin"])
-def test_worker_killed_from_outside_between_requests(runner, mode):
+REQUESTS = {
+    "check": (Checked, lambda runner: runner.check(candidate(10.0))),
+    "sample": (Batch, lambda runner: runner.sample([candidate(10.0)], rounds=1, regime="burst")[0]),
+    "begin": (type(None), lambda runner: runner.begin(PROBLEM.replace(seq_q=8))),
+}
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_worker_killed_from_outside_between_requests(runner, request_):
     assert isinstance(runner.check(candidate(10.0)), Checked)
-    victim = runner._worker.process
+    victim, (kind, ask) = runner._worker.process, REQUESTS[request_]
     os.kill(victim.pid, signal.SIGKILL)
     os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
-    if mode == "check":
-        assert isinstance(runner.check(candidate(10.0)), Checked)
-    elif mode == "sample":
-        assert isinstance(runner.sample([candidate(10.0)], rounds=1, regime="burst")[0], Batch)
-    else:
-        runner.begin(PROBLEM.replace(seq_q=8))
+    assert isinstance(ask(runner), kind)
     assert is_gone(victim)
     assert_usable(runner)
 

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from fake_worker import artifact, cubin
 from sample_kernels import KERNELS, Accumulate, CountUp, Dequantize, Pick, RowSums, ScaleAdd, first
-from test_measure_gpu import TIMEOUTS, command
+from test_measure_gpu import TIMEOUTS, assert_wrong, command
 
 from tiledsched.build.cubin import join
 from tiledsched.core.canonical import stable_id
@@ -53,8 +53,7 @@ def test_any_declared_kernel(begin, kernel):
     assert isinstance(checked, Checked), checked
     assert checked.accuracy.repeatable
     assert checked.accuracy.worst_tile_error < 5e-3
-    wrong = runner.check(candidate(kernel, 90.0, check="wrong"))
-    assert wrong.kind is FailureKind.WRONG_RESULT
+    assert_wrong(runner, candidate(kernel, 90.0, check="wrong"), "inputs: ")
     for regime in ("burst", "sustained"):
         (batch,) = runner.sample([candidate(kernel)], rounds=3, regime=regime)
         assert batch.samples_us == pytest.approx((100.0 * launches,) * 3)
@@ -82,9 +81,7 @@ def test_any_declared_kernel(begin, kernel):
 )
 def test_what_is_wrong_is_said_and_costs_nobody_else(begin, kernel, changes, check, words):
     runner = begin(kernel, first(kernel)[0].replace(**changes))
-    failure = runner.check(candidate(kernel, 50.0, check=check))
-    assert failure.kind is FailureKind.WRONG_RESULT
-    assert words in failure.message
+    assert_wrong(runner, candidate(kernel, 50.0, check=check), words)
     right = runner.check(candidate(kernel))
     assert isinstance(right, Checked), right
     assert right.accuracy.repeatable
@@ -123,14 +120,6 @@ def declared(tmp_path):
     return write
 
 
-def test_a_kernel_in_a_file(begin, declared):
-    """The worker finds the file; it is in none of the places where modules are looked for."""
-    kernel = declared()
-    problem = kernel.problem(count=1000)
-    made = Candidate(schedule=Schedule(TILE=128), artifact=artifact(cubin(100.0), "a" * 24))
-    assert isinstance(begin(kernel, problem).check(made), Checked)
-
-
 @pytest.mark.parametrize("reference", ["return X[:-1]", "return X / xp.nothing_of_that_name"])
 def test_a_reference_that_is_wrong_is_told(begin, declared, reference):
     kernel = declared(reference=reference)
@@ -139,6 +128,7 @@ def test_a_reference_that_is_wrong_is_told(begin, declared, reference):
 
 
 def test_a_grid_that_fails_costs_the_candidate(begin, declared):
+    """Of a kernel in a file, which is in none of the places where modules are looked for."""
     kernel = declared(grid="return 1 // (s['TILE'] - 256)")
     runner = begin(kernel, kernel.problem(count=1000))
     raising, empty = (

@@ -13,8 +13,7 @@ import pytest
 
 from tiledsched import doctor
 from tiledsched.core.errors import MeasureError
-from tiledsched.measure import driver_timeout as asking
-from tiledsched.measure import nvml
+from tiledsched.measure import driver_timeout, nvml
 from tiledsched.measure.runner import Conditions, Device
 
 
@@ -289,7 +288,7 @@ def stuck(binding, monkeypatch):
         nvmlDeviceGetHandleByUUID={b"GPU-aa": "first"},
         nvmlDeviceGetUUID={"first": "GPU-aa"},
     )
-    monkeypatch.setattr(nvml, "asked", asking.Asker())
+    monkeypatch.setattr(nvml, "asked", driver_timeout.Asker())
     monkeypatch.setattr(nvml, "LISTED_S", 0.1)
     monkeypatch.setattr(nvml, "READ_S", 0.1)
     yield made
@@ -335,7 +334,7 @@ def test_a_gpu_that_gets_stuck_while_it_measures(stuck):
 
 def test_an_answer_in_time_is_cheap():
     """Of a thousand: far below the millisecond that the driver takes."""
-    ask = asking.Asker()
+    ask = driver_timeout.Asker()
     began = time.process_time()
     assert [ask(lambda: 7, 10.0) for _ in range(1000)] == [7] * 1000
     assert time.process_time() - began < 1.0

@@ -11,9 +11,9 @@ from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention import model as static
+from tiledsched.kernels.attention import Attention, model
 from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, tile_steps
+from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS
 
 PLAIN = Schedule(
     tile_m=64,
@@ -177,17 +177,15 @@ def test_what_the_flush_wrote_is_written_back_meanwhile() -> None:
     reads = Attention.problem(seq_q=1, seq_k=4096, head_dim=128, dtype="bfloat16", batch=8, heads=32, kv_heads=8)
     us = (
         modelled(reads, tile_n=128, pack_gqa=True, kv_splits=4, kv_combine="launch")
-        - static.LAUNCH_US
-        - static.COMBINE_US
+        - model.LAUNCH_US
+        - model.COMBINE_US
     )
-    least = (reads.min_bytes + spec.l2_bytes) / (static.DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
+    least = (reads.min_bytes + spec.l2_bytes) / (model.DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
     assert least < us < 1.2 * least
 
 
 def test_the_swizzle_is_the_kernels() -> None:
-    from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS
-
-    assert static.SWIZZLE_PAIRS == SWIZZLE_PAIRS
+    assert model.SWIZZLE_PAIRS == SWIZZLE_PAIRS
 
 
 def test_keys_that_overflow_the_cache_cost_where_every_head_is_in_flight():
@@ -318,22 +316,23 @@ class TestPlacement:
             "extra": 1.0,
         }
         exact = busy_steps(**arguments)[:, 1:].sum(axis=1).max()
-        monkeypatch.setattr(static, "EXACT_BLOCKS", 100)
+        monkeypatch.setattr(model, "EXACT_BLOCKS", 100)
         level = busy_steps.__wrapped__(**arguments)[:, 1:].sum(axis=1).max()
         assert level == pytest.approx(exact, rel=0.05)
 
-    def test_rectangular_problems(self):
-        assert tile_steps(64, 64, 128, 64, True, 1, "natural").tolist() == [1, 1]
-        assert tile_steps(64, 32, 128, 100, True, 1, "reversed").tolist() == [4, 2]
-        assert tile_steps(64, 64, 65, 65, False, 1, "natural").tolist() == [2, 2]
-
-    def test_a_diagonal_that_ends_at_the_bottom_right(self):
-        assert tile_steps(64, 64, 128, 256, True, 1, "natural", 128).tolist() == [3, 4]
-        assert tile_steps(64, 64, 256, 128, True, 1, "natural", -128).tolist() == [0, 0, 1, 2]
-
-    def test_swizzled_takes_eight_heads_at_a_time(self):
-        steps = tile_steps(64, 64, 128, 128, True, 10, "swizzled").tolist()
-        assert steps == [2] * 8 + [1] * 8 + [2] * 2 + [1] * 2
+    @pytest.mark.parametrize(
+        ("given", "steps"),
+        [
+            ((64, 64, 128, 64, True, 1, "natural"), [1, 1]),
+            ((64, 32, 128, 100, True, 1, "reversed"), [4, 2]),
+            ((64, 64, 65, 65, False, 1, "natural"), [2, 2]),
+            ((64, 64, 128, 256, True, 1, "natural", 128), [3, 4]),  # a diagonal that ends at the bottom right
+            ((64, 64, 256, 128, True, 1, "natural", -128), [0, 0, 1, 2]),
+            ((64, 64, 128, 128, True, 10, "swizzled"), [2] * 8 + [1] * 8 + [2] * 2 + [1] * 2),  # eight heads at a time
+        ],
+    )
+    def test_steps_of_tiles(self, given, steps):
+        assert tile_steps(*given).tolist() == steps
 
     def test_blocks_that_share_the_keys_of_a_tile(self):
         arguments = {
@@ -353,15 +352,21 @@ class TestPlacement:
         assert busy_steps(**arguments, splits=4)[:, 1].max() == 3
 
 
-def test_resident_blocks_follow_the_occupancy_rules():
-    hopper, ampere = arch_spec("sm_90"), arch_spec("sm_80")
-    assert FACTS.resident(hopper.arch) == 2  # 65536 registers / (128 * 256)
-    assert replace(FACTS, registers=80).resident(hopper.arch) == 3
-    # From sm_90 on the cubin counts the driver's 1 KiB: 2 * 116 736 bytes are all of 228 KiB.
-    assert replace(FACTS, shared_bytes=116736).resident(hopper.arch) == 2
-    assert replace(FACTS, shared_bytes=116737).resident(hopper.arch) == 1
-    assert replace(FACTS, threads=128, shared_bytes=83968).resident(ampere.arch) == 1
-    assert replace(FACTS, threads=128, shared_bytes=82944).resident(ampere.arch) == 2
+@pytest.mark.parametrize(
+    ("arch", "changes", "blocks"),
+    [
+        ("sm_90", {}, 2),  # 65536 registers / (128 * 256)
+        ("sm_90", {"registers": 80}, 3),
+        # From sm_90 on the cubin counts the driver's 1 KiB: 2 * 116 736 bytes are all of 228 KiB.
+        ("sm_90", {"shared_bytes": 116736}, 2),
+        ("sm_90", {"shared_bytes": 116737}, 1),
+        ("sm_80", {"threads": 128, "shared_bytes": 83968}, 1),
+        ("sm_80", {"threads": 128, "shared_bytes": 82944}, 2),
+    ],
+    ids=str,
+)
+def test_resident_blocks_follow_the_occupancy_rules(arch, changes, blocks):
+    assert replace(FACTS, **changes).resident(arch) == blocks
 
 
 def test_a_whole_space_is_estimated_in_seconds():

@@ -10,7 +10,6 @@ import pytest
 from test_seen import Machine
 from test_tuned_served import kernel as kernel  # a fixture
 
-from tiledsched.cli import main
 from tiledsched.cli.tuned_output import print_refreshed
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError, FailureKind
@@ -58,7 +57,7 @@ def tune(kernel, machine, rows=(4096,), **options):
     return report.results[0]
 
 
-def test_only_the_numbers_of_the_default_win_where_nothing_was_served(kernel, tmp_path, capsys) -> None:
+def test_only_the_numbers_of_the_default_win_where_nothing_was_served(kernel, tmp_path, cli) -> None:
     found = tune(kernel, Numbered(), numerics="same")
     numbers = found.numbers
     assert (found.entry.schedule["TILE"], found.entry.provenance, found.failed) == (16, "measured", 0)
@@ -73,19 +72,16 @@ def test_only_the_numbers_of_the_default_win_where_nothing_was_served(kernel, tm
         )
         assert list(contradictions(db.entries(), lambda each: db.measurements(each.problem))) == []
     told = ["bit for bit the numbers of TILE=16", "2 with others refused", "TILE=32", "takes 33.3% less time"]
-    assert main(["explain", kernel.locator(), "--arch", "sm_90", "-p", "rows=4096"]) == 0
-    explained = " ".join(capsys.readouterr().out.split())
-    assert all(words in explained for words in told)
-    assert main(["show", kernel.locator(), "--arch", "sm_90"]) == 0
-    assert "measured, same numbers" in capsys.readouterr().out
-    assert main(["report", kernel.locator(), "--arch", "sm_90", "-o", str(tmp_path / "report")]) == 0
+    words = [kernel.locator(), "--arch", "sm_90"]
+    explained = " ".join(cli(["explain", *words, "-p", "rows=4096"]).out.split())
+    assert all(each in explained for each in told)
+    assert "measured, same numbers" in cli(["show", *words]).out
+    cli(["report", *words, "-o", str(tmp_path / "report")])
     page = next((tmp_path / "report").glob("*.md")).read_text()
     assert "Tuned with --numerics same" in page
-    assert all(words in page for words in told)
-    capsys.readouterr()
-    assert main(["show", kernel.locator(), "--arch", "sm_90", "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)["entries"]
-    assert all(words in entry["evidence"]["source"] for words in told)
+    assert all(each in page for each in told)
+    (entry,) = cli(["show", *words, "--json"]).json["entries"]
+    assert all(each in entry["evidence"]["source"] for each in told)
 
 
 def test_what_is_known_is_not_measured_again_and_any_may_win_later(kernel) -> None:
@@ -120,17 +116,6 @@ def test_what_does_not_equal_itself_equals_nothing(kernel, unrepeatable) -> None
     assert found.numbers.refused == {(16,): 5, (64,): 4, (16, 32, 64): 5}[unrepeatable]
     assert default or 16 not in unrepeatable
     assert ("from run to run" in found.entry.source) == (16 in unrepeatable)
-
-
-def test_a_budget_of_nothing_says_that_what_was_refused_was_not_timed(kernel) -> None:
-    class Eager(Numbered):
-        """Everything is built before the first look."""
-
-    tune(kernel, Eager(), numerics="same", effort="race")
-    found = tune(kernel, Eager(), numerics="same", budget_s=0.0)
-    assert found.stored
-    assert found.entry.schedule["TILE"] == 16
-    assert "no program that was checked has others" in found.entry.source or "not timed" in found.entry.source
 
 
 def test_whether_a_rival_serves_stays_as_the_numbers_do(kernel) -> None:

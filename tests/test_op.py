@@ -174,14 +174,6 @@ def test_changes_in_place_count_as_changes(launches) -> None:
         result.sum().backward()
 
 
-def test_launches_in_a_row_share_their_workspaces(launches) -> None:
-    for _ in range(3):
-        total(torch.randn(200), 4)
-    partial, count = (launches[2][3][place] for place in (1, 2))
-    assert launches[3][3][0] is partial
-    assert launches[5][3][1].data_ptr() == count.data_ptr()  # zeros are kept; the first call was the dispatcher's
-
-
 def halves(*shapes):
     return tuple(torch.zeros(shape).half() for shape in shapes)
 

@@ -12,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import op_kernels as kernels
-from serve_on_cpu import changed, expected, tensors
+from serve_on_cpu import changed, expected, rows_first, tensors
 from test_op import CLOSE, add_groups, group_sums, made, norm, normed, product, scale_, total, trained
-from torch._subclasses.fake_tensor import FakeTensorMode
+from test_sdpa_features import LENGTHS, SINKS, STARTS
+from test_sdpa_varlen import KEYS, ROWS, packed_tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from torch.utils._pytree import tree_map_only
@@ -29,13 +30,18 @@ pytestmark = pytest.mark.usefixtures("fresh")
 causal = partial(serve.sdpa, causal=True)
 
 
-def rows_first(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def attention(gradients=False):
     q, k, v = tensors(rows=8, keys=12, value_columns=24)
     return (*(x.requires_grad_(gradients) for x in (rows_first(q), k, v)), "bottom_right", 0.3)
+
+
+def with_features():
+    return (*tensors(batch=3, heads=4, rows=8, keys=12), "bottom_right", 0.3, 5, 4.0, SINKS, STARTS, LENGTHS)
+
+
+def packed():
+    q, k, v = (each.transpose(0, 1)[None] for each in packed_tensors())
+    return q, k, v, "bottom_right", 0.3, 5, 4.0, SINKS, None, None, ROWS.int(), KEYS.int(), None, 30, 33
 
 
 CALLS = {
@@ -50,8 +56,12 @@ CALLS = {
     "attention": lambda: (sdpa_operator, attention()),
     "attention's gradient": lambda: (sdpa_operator, attention(True)),
     "log-sum-exp": lambda: (sdpa_lse_operator, attention(True)),
+    "attention with features": lambda: (sdpa_operator, with_features()),
+    "log-sum-exp with features": lambda: (sdpa_lse_operator, with_features()),
+    "attention of packed sequences": lambda: (sdpa_operator, packed()),
+    "log-sum-exp of packed sequences": lambda: (sdpa_lse_operator, packed()),
 }
-GRADIENTS = ("trained", "attention's gradient", "log-sum-exp")
+COMPILED = ("norm", "residual", "product", "in place", "two launches", "lists", "derived sizes", "attention")
 
 
 @pytest.mark.parametrize("where", ["on a GPU", "on the host"])
@@ -65,7 +75,7 @@ def test_the_operators_are_well_made(launches, quiet, name, where) -> None:
         torch.library.opcheck(getattr(call, "_overload", call), given, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in GRADIENTS])
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_whole_it_is_the_same(launches, name) -> None:
     call, given = CALLS[name]()
     again = tree_map_only(torch.Tensor, torch.clone, list(given))
@@ -134,17 +144,6 @@ def test_export_and_tracing_record_the_operator(launches, quiet, name, strict) -
     scripted = torch.jit.trace(lambda *given: call(*given), make(24), check_trace=False)
     assert overload.name().partition(".")[0] in str(scripted.graph)
     assert torch.equal(traced(*make(24)), call(*make(24)))
-
-
-def test_fake_tensors_tell_shapes_and_strides(launches) -> None:
-    q, k, v = tensors(batch=2, heads=3, value_columns=8)
-    given = (rows_first(q), k, v)
-    real = serve.sdpa(*given, return_lse=True)
-    with FakeTensorMode() as mode:
-        fake = serve.sdpa(*map(mode.from_tensor, given), return_lse=True)
-    for ours, theirs in zip(fake, real, strict=True):
-        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
-    assert len(launches) == 1
 
 
 def test_compiled_fallbacks_keep_the_graph_whole(launches, quiet) -> None:

@@ -6,10 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as functional
-from serve_on_cpu import capturing
+from serve_on_cpu import capturing, tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
+from tiledsched import configure, sdpa
 from tiledsched.core.errors import UnsupportedError
+from tiledsched.ops.integrations import diffusers
 from tiledsched.ops.padding import HIDDEN, hidden_ends
 
 CLOSE = {"atol": 4e-3, "rtol": 4e-3}
@@ -99,10 +102,7 @@ def _in_inference_mode(mask, new):
 @pytest.mark.parametrize("fallback", ["torch", "error"])
 def test_a_mask_rewritten_in_place_is_read_anew(write, fallback, launches, quiet) -> None:
     """Whatever writes to its memory, whether or not torch counts a new version."""
-    from tiledsched import configure, sdpa
-
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, 2, rows, 16, generator=generator, dtype=torch.float16) for rows in (5, 7, 7))
+    q, k, v = tensors(batch=3, rows=5, keys=7)
     mask = torch.zeros(3, 1, 1, 7)
     holes = torch.tensor([[1, 0, 1, 1, 1, 1, 1]] * 3, dtype=torch.bool)
     with configure(fallback=fallback):
@@ -119,8 +119,6 @@ def test_a_mask_rewritten_in_place_is_read_anew(write, fallback, launches, quiet
 
 
 def test_a_mask_is_left_to_torch_while_a_graph_is_captured(launches, quiet) -> None:
-    from tiledsched import configure, sdpa
-
     q, k = torch.randn(3, 2, 5, 16).half(), torch.randn(3, 2, 7, 16).half()
     mask = LEFT_AND_RIGHT[:, None, None]
     sdpa(q, k, k, mask)
@@ -134,10 +132,6 @@ def test_a_mask_is_left_to_torch_while_a_graph_is_captured(launches, quiet) -> N
 
 
 def test_in_transforms_and_modes_a_mask_has_no_memory_to_know_it_by(quiet) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from tiledsched import sdpa
-
     q, k = torch.randn(2, *Q.shape), torch.randn(2, *K.shape)
     masks = torch.stack([LEFT_AND_RIGHT, LEFT_AND_RIGHT.flip(0)])[:, :, None, None]
     seen = torch.vmap(lambda q, k, mask: sdpa(q, k, k, mask))(q, k, masks)
@@ -162,10 +156,7 @@ def test_a_mask_that_is_more_than_its_memory_is_left_alone() -> None:
 @pytest.mark.parametrize("fallback", ["torch", "error"])
 @pytest.mark.parametrize("hidden", [None, HIDDEN])
 def test_sdpa_serves_it(hidden, fallback, launches, quiet) -> None:
-    from tiledsched import configure, sdpa
-
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, 2, rows, 16, generator=generator, dtype=torch.float16) for rows in (5, 7, 7))
+    q, k, v = tensors(batch=3, rows=5, keys=7)
     mask = (LEFT_AND_RIGHT.clone() if hidden is None else added(LEFT_AND_RIGHT, hidden, torch.float16))[:, None, None]
     wanted = functional.scaled_dot_product_attention(q, k, v, mask)
     with configure(fallback=fallback):
@@ -175,10 +166,7 @@ def test_sdpa_serves_it(hidden, fallback, launches, quiet) -> None:
 
 
 def test_diffusers_serves_it_at_once(launches) -> None:
-    from tiledsched.ops.integrations import diffusers
-
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, rows, 2, 16, generator=generator, dtype=torch.float16) for rows in (5, 7, 7))
+    q, k, v = (each.transpose(1, 2) for each in tensors(batch=3, rows=5, keys=7))
     for mask in (LEFT_AND_RIGHT, LEFT_AND_RIGHT[:, None, None]):
         out = diffusers.attention(q, k, v, mask)
         native = functional.scaled_dot_product_attention(

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from serve_on_cpu import TOLERANCE, expected, tensors
+from serve_on_cpu import TOLERANCE, expected, rows_first, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -40,10 +40,6 @@ def warm(*given, **flags):
     for _ in range(4):
         out = serve.sdpa(*given, **flags)
     return out
-
-
-def rows_first(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def odd_strides(x):

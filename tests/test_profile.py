@@ -9,7 +9,6 @@ import pytest
 from report_samples import check_golden
 
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.kernels.attention import Attention
 from tiledsched.studies.profile import launch, pages
@@ -174,16 +173,13 @@ def test_ncu_is_found_where_it_installs_itself(monkeypatch, tmp_path, ncu):
         find_ncu(places=[])
 
 
-def test_the_command(ncu, tmp_path, monkeypatch, capsys):
+def test_the_command(ncu, tmp_path, monkeypatch, cli):
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
     monkeypatch.chdir(tmp_path)
     words = ["study", "profile", "--problem", "S=4096,D=128,B=4,H=32,dtype=float16,causal=no", "--ncu", ncu]
-    assert main([*words, "--out", "profiles"]) == 0
-    said = capsys.readouterr().out
-    assert "| tiledsched | torch_auto |" in said
+    assert "| tiledsched | torch_auto |" in cli([*words, "--out", "profiles"]).out
     assert {path.suffix for path in (tmp_path / "profiles").iterdir()} >= {".md", ".csv", ".html"}
-    assert main([*words, "--methods", "tiledsched,torch_math", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = cli([*words, "--methods", "tiledsched,torch_math", "--json"]).json["rows"]
     assert [row["method"] for row in rows] == ["tiledsched", "torch_math"]
     assert rows[0]["registers"] == 168
 
@@ -196,10 +192,9 @@ def test_the_command(ncu, tmp_path, monkeypatch, capsys):
         ("study profile --problem S=512,D=64 --ncu /nowhere/ncu", "there is no program"),
     ],
 )
-def test_wrong_use_is_told(ncu, capsys, words, message):
+def test_wrong_use_is_told(ncu, cli, words, message):
     flags = [] if "--ncu" in words else ["--ncu", ncu]
-    assert main([*words.split(), *flags]) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli([*words.split(), *flags], code=2).err
 
 
 def test_the_launcher_calls_once_under_the_profiler(monkeypatch):
@@ -237,14 +232,14 @@ print("        /*0160*/                   LDS.%s R4, [R2] ;" % hashlib.sha256(da
 
 
 @pytest.mark.compiler
-def test_two_schedules_machine_code_side_by_side(tmp_path, monkeypatch, capsys):
+def test_two_schedules_machine_code_side_by_side(tmp_path, monkeypatch, cli):
     program = tmp_path / "nvdisasm"
     program.write_text(NVDISASM.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     words = ["study", "profile", "softmax", "-p", "rows=64,columns=1000", "--arch", "sm_90", "--sass"]
     words += ["--nvdisasm", str(program), "--candidates"]
-    assert main([*words, '[{"num_worker_warps": 4}, {"num_worker_warps": 8}]']) == 0
+    cli([*words, '[{"num_worker_warps": 4}, {"num_worker_warps": 8}]'])
     (page,) = (tmp_path / "profiles").glob("*.md")
     text = page.read_text()
     for said in (
@@ -255,10 +250,10 @@ def test_two_schedules_machine_code_side_by_side(tmp_path, monkeypatch, capsys):
     ):
         assert said in text, said
     assert len([*(tmp_path / "profiles").glob("*.sass")]) == 2
-    assert main([*words, '[{"occupancy": 1}, {"occupancy": 2}, {"occupancy": 4}]']) == 2
-    assert "two schedules are compared" in capsys.readouterr().err
+    three = '[{"occupancy": 1}, {"occupancy": 2}, {"occupancy": 4}]'
+    assert "two schedules are compared" in cli([*words, three], code=2).err
     program.write_text("#!/bin/sh\necho unknown machine >&2\nexit 1\n")
-    assert main([*words, '[{"occupancy": 1}, {"occupancy": 2}]']) == 2
-    assert "unknown machine; run `pip install -U nvidia-cuda-nvdisasm`" in capsys.readouterr().err
+    said = cli([*words, '[{"occupancy": 1}, {"occupancy": 2}]'], code=2).err
+    assert "unknown machine; run `pip install -U nvidia-cuda-nvdisasm`" in said
     with pytest.raises(ConfigError, match="pip install nvidia-cuda-nvdisasm"):
         find_nvdisasm(places=[])

@@ -21,6 +21,7 @@ from tiledsched.build.sealed import MAGIC, read_sealed, write_sealed
 from tiledsched.build.store import Claims, ProgramStore, StoredProgram, read_program, write_program
 from tiledsched.core.errors import CompilerError, Failure, FailureKind
 from tiledsched.fleet.builds import BuildNote
+from tiledsched.store import host as this_host
 
 KEY, HERE = "ab12" * 10, MADE["x86_64"]
 NOTE = BuildNote(seconds=2.5, failure=Failure(kind=FailureKind.COMPILE_ERROR, message="no"))
@@ -138,6 +139,21 @@ def test_one_process_makes_a_file_at_a_time(tmp_path) -> None:
         assert claims.claim(tmp_path / KEY[::-1])
         waits.kill()
         assert claims.claim(path, wait=True)
+
+
+def test_a_process_is_known_by_its_number_and_its_start(monkeypatch) -> None:
+    pid, began = os.getpid(), this_host.facts()["pid_started"]
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    known = [(pid, began), (pid, None), (pid, began + 1), (ended.pid, None)]
+    assert [this_host.is_alive(*each) for each in known] == [True, True, False, False]
+    assert [this_host.lives(word) for word in (this_host.own_word(), f"{pid}.{began + 1}", "word")] == [
+        True,
+        False,
+        False,
+    ]
+    monkeypatch.setattr(this_host, "_stat", lambda pid: ("", None))  # a system that does not tell
+    assert this_host.is_alive(pid, began)
 
 
 def test_hosts_of_both_kinds_share_a_cache_folder(tmp_path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import pytest
 from store_samples import DEVICE, FAILURE, TOOLCHAIN, build, entry
 
 import tiledsched as ts
-from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError
 from tiledsched.fleet.campaign import CampaignPlan, Outcome
 from tiledsched.fleet.leases import Leases
@@ -80,10 +78,9 @@ def test_ranks_that_differ_are_named(home, monkeypatch) -> None:
 
 @pytest.mark.compiler
 @pytest.mark.slow
-def test_a_campaigns_bundle_is_named_by_its_contents(home, capsys) -> None:
+def test_a_campaigns_bundle_is_named_by_its_contents(home, cli) -> None:
     problems = [Softmax.problem(rows=64, columns=columns) for columns in (64, 128)]
-    tune = "tune softmax --arch sm_90 --problem rows=64,columns=64:128 --runner none --trials 1"
-    assert main(tune.split()) == 0
+    cli("tune softmax --arch sm_90 --problem rows=64,columns=64:128 --runner none --trials 1")
     with TuningDB.open(home / "x.db") as db:
         leases = Leases(db)
         campaign = leases.open(CampaignPlan(job="tune", kernel=Softmax.locator(), problems={"sm_90": problems}))
@@ -92,10 +89,8 @@ def test_a_campaigns_bundle_is_named_by_its_contents(home, capsys) -> None:
     names = []
     for folder in ("one", "two"):
         (home / folder).mkdir()
-        capsys.readouterr()
         words = f"warmup softmax --arch sm_90 --campaign {campaign.id[:8]} --json".split()
-        assert main([*words, "--out", str(home / folder)]) == 0
-        (made,) = json.loads(capsys.readouterr().out)["bundles"]
+        (made,) = cli([*words, "--out", str(home / folder)]).json["bundles"]
         assert made["problems"] == 1  # of two, the one that was done
         names += [path.name for path in (home / folder).iterdir()]
     assert len(names) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from datetime import datetime, timezone
 
@@ -13,7 +12,6 @@ from test_search_tuner import LANDSCAPES, Recorded
 
 from tiledsched import doctor
 from tiledsched.build.toolchain import RELEASES, Toolchain, compiler_at_hand, installed_toolchain
-from tiledsched.cli import main
 from tiledsched.core.config import warn_once
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
@@ -159,15 +157,13 @@ def test_explain_says_stale_unless_the_measured_program_runs_and_the_log_says_it
     assert [record.message for record in caplog.records] == ["attention: stale"]
 
 
-def test_show_and_doctor_say_it(tmp_path, db, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
+def test_show_and_doctor_say_it(db, monkeypatch, cli) -> None:
     for version, us in (("13.4.92", 100.0), ("13.5.37", 110.0)):
         put_measured(db, measurement(us), toolchain(version))
     show = ["show", "attention", "--device", DEVICE.name]
 
     def shown(*more):
-        assert main([*show, "--json", *more]) == 0
-        return [(row["compiler"], row["stale"]) for row in json.loads(capsys.readouterr().out)["entries"]]
+        return [(row["compiler"], row["stale"]) for row in cli([*show, "--json", *more]).json["entries"]]
 
     def evidence():
         machine = doctor.Machine(list_devices=lambda: [DEVICE])
@@ -180,8 +176,7 @@ def test_show_and_doctor_say_it(tmp_path, db, monkeypatch, capsys) -> None:
     assert shown("--compiler", "all") == [("13.4.92", False), ("13.5.37", True)]
     by_compiler = f"2 entries measured on {DEVICE.name}: 1 with tileiras 13.4.92, 1 with tileiras 13.5.37"
     assert (evidence().status, evidence().detail) == ("ok", by_compiler)
-    assert main([*show, "--compiler", "13.6.1"]) == 0
-    said = capsys.readouterr()
+    said = cli([*show, "--compiler", "13.6.1"])
     assert "measured, stale" in said.out
     assert "here is 13.6.1; run: tiledsched refresh" in said.err
     monkeypatch.setattr("tiledsched.build.toolchain.compiler_at_hand", lambda: "13.6.1")
@@ -313,24 +308,6 @@ def test_a_downgrade_and_an_upgrade_bring_either_evidence_back(db) -> None:
     assert db.check() == []
 
 
-def test_what_no_longer_builds_is_raced(db) -> None:
-    first, second = first_and_second(lambda schedule: False)
-    tuned(db, first)
-    (before,) = db.entries()
-    del second.fingerprints[before.schedule]
-    (row,) = refreshed(second).rows
-    assert row.outcome == RACED
-    assert row.now.schedule != before.schedule
-
-
-def test_a_change_of_source_is_looked_at_too(db, monkeypatch) -> None:
-    first, _ = first_and_second()
-    tuned(db, first)
-    monkeypatch.setattr(Attention, "source_hash", lambda: "another source")
-    assert [row.outcome for row in refreshed(first, gpu=False).rows] == [KEPT]
-    assert [(now.source_hash, now.compiler) for now in db.entries()] == [("another source", first.toolchain.tileiras)]
-
-
 class Races:
     """The process of the rivals: which are here in which versions, and that each takes 90 us to our 100."""
 
@@ -395,23 +372,20 @@ def test_rivals_that_were_not_timed_or_in_another_version_are(db, monkeypatch) -
         ("nonsense", 2, "nonsense"),
     ],
 )
-def test_the_command(db, capsys, words, code, said) -> None:
-    assert main(["refresh", *words.split()]) == code
-    assert said in "".join(capsys.readouterr())
+def test_the_command(db, cli, words, code, said) -> None:
+    assert said in "".join(cli(f"refresh {words}", code=code))
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_what_ships_is_built_by_this_compiler(tmp_path, db, capsys) -> None:
+def test_what_ships_is_built_by_this_compiler(tmp_path, db, cli) -> None:
     """Both compilers' entries ship: with either the evidence stands, of this source as it is or of the same machine code."""
     assert installed_toolchain().tileiras == compiler_at_hand()
     assert compiler_at_hand().startswith(RELEASES)
     command = ["refresh", "softmax", "--arch", "sm_90", "--problem", "rows=8192:131072", "--runner", "none"]
-    assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli([*command, "--json"]).json
     assert (found["kept"] + found["current"], found["to_race"]) == (2, 0)
-    assert main(command) == 0
-    said = capsys.readouterr().out
+    said = cli(command).out
     assert "2 of tileiras" in said  # once kept, current
     assert said.count("its machine code is another") == found["to_race"]
     with TuningDB.open(tmp_path / "x.db") as db:

@@ -76,7 +76,7 @@ def test_the_first_screen_answers(browser, folder, reports):  # noqa: F811
         words = page.locator(".explorer").inner_text()
         for said in (
             opened_on.status,
-            opened_on.next[0].strip("`"),
+            opened_on.next.split("`")[1],
             opened_on.title,
             *(fact[0] for fact in opened_on.facts),
         ):

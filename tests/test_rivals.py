@@ -10,7 +10,6 @@ import threading
 import pytest
 import store_samples
 from store_samples import PROBLEM, RIVALS, entry, stored
-from test_search_tuner import LANDSCAPES, Recorded, tune
 
 from tiledsched import configure
 from tiledsched.core.errors import DatabaseError, LaunchError
@@ -210,36 +209,19 @@ def test_rivals_come_through_files_and_those_that_cannot_be_read_are_told(tmp_pa
             db.entries()
 
 
-# A tune
-
-
-def test_a_tune_keeps_what_rivals_took_beside_the_winner(tmp_path) -> None:
-    recorded, raced = Recorded(LANDSCAPES[4]), []
-
-    def race(problem, candidate):
-        raced.append((problem, candidate))
-        return [FASTER]
-
-    with TuningDB.open(tmp_path / "tuning.db") as db:
-        result = tune(recorded, db, effort="quick", rivals=race)
-        ((problem, candidate),) = raced
-        assert problem == recorded.problem
-        assert (candidate.schedule, candidate.artifact.fingerprint) == (result.entry.schedule, result.entry.fingerprint)
-        assert db.entries(problem=problem)[0].rivals == (FASTER,)
-        again = tune(recorded, db, effort="quick", rivals=lambda problem, candidate: None)  # which could time none
-        assert again.entry.fingerprint == result.entry.fingerprint
-        assert db.entries(problem=problem)[0].rivals == (FASTER,)
-
-
 # sdpa
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # before anything of torch is replaced
+import op_kernels
+from cuda.tile import TileError
 from serve_on_cpu import capturing, expected, on_another_stream, tensors
 
 from tiledsched import explain
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
+from tiledsched.serve import process
+from tiledsched.serve.op import op
 
 MODES = {"eager": contextlib.nullcontext, "stream": on_another_stream, "graph": capturing}
 """How sdpa is called: as in a loop, while torch warms up for a capture, and in a capture."""
@@ -414,8 +396,6 @@ def test_a_rival_whose_host_is_slow_serves_in_graphs_alone(attention) -> None:
 @pytest.mark.parametrize("times", [{"host_us": 500.0}, {"capturable": False}], ids=["in graphs", "eager calls"])
 def test_our_own_choice_that_does_not_compile_gives_way_beside_a_rival_too(attention, times) -> None:
     """A rival that serves graphs alone leaves eager calls to our kernel, and one that no graph holds leaves graphs to it."""
-    from cuda.tile import TileError
-
     attention.known(name="flash_attention_4", **times)
     runtime, second = attention.launches.runtime, attention.plan.served.schedule.replace(occupancy=3)
     load, refused = runtime.load_table, []
@@ -527,11 +507,6 @@ def test_the_bench_asks_what_would_serve_had_nobody_tuned_the_suite(attention, b
 
 
 def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declared(launches, monkeypatch) -> None:
-    import op_kernels
-
-    from tiledsched.serve import process
-    from tiledsched.serve.op import op
-
     x, w = torch.randn(4, 64, dtype=torch.float16), torch.randn(64, dtype=torch.float16)
     calls, norm = [], op("testrivals::norm", op_kernels.RmsNorm)
 
@@ -558,6 +533,8 @@ def test_any_operator_is_handed_over_too_unless_its_numbers_are_not_those_declar
     process.forget_plans()
     assert [run() for _ in range(3)] == [(1, 0), (2, 0), (3, 0)]
     assert norm.explain(x, w).rival == "torch"
+    with pytest.raises(LaunchError, match="has not run in this process yet"):  # the calls so far were the rival's
+        run("graph", eps=0.5)
     assert (run(eps=0.5), run(call=norm.own)) == ((3, 1), (3, 2))
     offer = dataclasses.replace(offer, only_captured=True)
     process.forget_plans()

@@ -47,8 +47,8 @@ def test_a_rule_has_a_third_part_where_one_is_needed():
     best = {p: "natural" if not p.causal else "swizzled" if p.seq_q <= 1024 else "reversed" for p in PROBLEMS}
     rule = rule_of([timed(p, (best[p],)) for p in PROBLEMS])
     assert rule.text == (
-        "`block_order`: natural where not `causal`; swizzled where `causal` and `S` is up to 1024; "
-        "reversed where `causal` and `S` is from 2048"
+        "`block_order`: natural where not `causal`; swizzled where `causal` and `S` ≤ 1024; "
+        "reversed where `causal` and `S` ≥ 2048"
     )
     assert rule.right == 20
 
@@ -90,8 +90,8 @@ def test_winners_alone_make_a_rule_of_any_kernel():
     ]
     found = {rule.text: (rule.right, rule.saved) for rule in rules(problems, [("TILE_M", "TILE_N"), ("w",)])}
     assert found == {
-        "`TILE_M` x `TILE_N`: 16x32 where `m` is up to 64; 128x32 where `m` is from 1024": (16, None),
-        "`w`: 4 where `k` is up to 512; 8 where `k` is from 2048": (16, None),
+        "`TILE_M` x `TILE_N`: 16x32 where `m` ≤ 64; 128x32 where `m` ≥ 1024": (16, None),
+        "`w`: 4 where `k` ≤ 512; 8 where `k` ≥ 2048": (16, None),
     }
 
 
@@ -100,3 +100,20 @@ def test_what_ties_with_the_best_is_as_good():
     one = problem_of(times, ties=frozenset({Schedule(a=2)}))
     assert best_by_value(one, ("a",)) == {(1,): 1.0, (2,): 1.0, (3,): 1.3}
     assert best_by_value(one, ("b",)) == {}
+
+
+def test_a_rule_names_a_range_and_marks_the_value_of_a_problem():
+    sizes = (16, 32, 64, 128, 256, 512)
+    matmul = kernel_named("matmul")
+    problems = [
+        problem_of(
+            {Schedule(w=2 if m in (64, 128) else 1): 5.0},
+            problem=matmul.problem(m=m, n=1024, k=512 * k, dtype="float16"),
+        )
+        for m, k in itertools.product(sizes, range(1, 7))
+    ]
+    (rule,) = rules(problems, [("w",)])
+    assert rule.text == "`w`: 2 where 64 ≤ `m` ≤ 128; 1 elsewhere"
+    assert rule.brief(problems[0]) == "`w`: 2 where 64 ≤ `m` ≤ 128; 1 (here) elsewhere"
+    assert rule.brief(problems[23]) == "`w`: 2 (here) where 64 ≤ `m` ≤ 128; 1 elsewhere" == rule.brief(problems[12])
+    assert rule.shares == "right for 100%, one value for all for 67%"

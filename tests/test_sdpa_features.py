@@ -10,11 +10,9 @@ torch = pytest.importorskip("torch")
 
 from serve_on_cpu import TOLERANCE, tensors
 
-from tiledsched import configure, explain
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
-from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -45,12 +43,6 @@ ASKED = [
         "sinks": SINKS,
     },
 ]
-
-
-@pytest.fixture
-def left_to_torch(quiet):
-    with configure(fallback="torch"):
-        yield
 
 
 def exact(
@@ -219,18 +211,3 @@ def test_nested_tensors_are_refused(launches) -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
     with pytest.raises(UnsupportedError, match="of nested tensors are not served"):
         serve.sdpa(nested, nested, nested, softcap=3.0)
-
-
-@pytest.mark.parametrize("operator", [sdpa_operator, sdpa_lse_operator])
-def test_the_operators_are_well_made(launches, quiet, operator) -> None:
-    q, k, v = tensors(batch=3, heads=4, rows=8, keys=12)
-    with configure(fallback="torch"):
-        torch.library.opcheck(
-            operator, (q, k, v, "bottom_right", 0.3, 5, 4.0, SINKS, STARTS, LENGTHS), rtol=1e-2, atol=1e-2
-        )
-
-
-def test_it_is_explained(launches) -> None:
-    q, k, v = tensors(batch=3, heads=4)
-    found = explain(q, k, v, causal=True, window=9, sinks=SINKS)
-    assert "window=9 +sinks" in str(found.problem)

@@ -9,15 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import served_entries
-from serve_on_cpu import TOLERANCE
-from test_sdpa_features import exact
+from test_sdpa_features import agree, exact
 
 from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.ops import plans
 from tiledsched.ops import sdpa as serve
-from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
 from tiledsched.ops.plans import AttentionCall
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
 from tiledsched.serve import plan as serve_plan
@@ -38,12 +36,6 @@ ASKED = [
     {"softcap": 2.0, "scale": 0.3},
     {"window": (8, 4)},
 ]
-
-
-@pytest.fixture
-def left_to_torch(quiet):
-    with configure(fallback="torch"):
-        yield
 
 
 def packed_tensors(dtype=torch.float16, total_q=40, total_k=67):
@@ -81,10 +73,6 @@ def pages_of(lengths, page, *, most, seed=3, dtype=torch.float16):
     for b, length in enumerate(lengths):  # what no sequence has keys for may be anything
         wild[b, -(-length // page) :] = torch.tensor([-1, 10**6])[b % 2]
     return k, v, wild.int(), dense
-
-
-def agree(found, wanted):
-    torch.testing.assert_close(found.double(), wanted.double(), **TOLERANCE[torch.float16])
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
@@ -239,18 +227,6 @@ def test_bad_pages_are_refused(launches) -> None:
             sdpa_paged(q, k, v, *arguments)
     with pytest.raises(ProblemError, match="both given"):
         sdpa_varlen(q[:, 0], k, v, ROWS[:3], ROWS[:3], block_table=table, seqused_k=lengths)
-
-
-@pytest.mark.parametrize("operator", [sdpa_operator, sdpa_lse_operator])
-def test_the_operators_are_well_made(launches, quiet, operator) -> None:
-    q, k, v = (each.transpose(0, 1)[None] for each in packed_tensors())
-    with configure(fallback="torch"):
-        torch.library.opcheck(
-            operator,
-            (q, k, v, "bottom_right", 0.3, 5, 4.0, SINKS, None, None, ROWS.int(), KEYS.int(), None, 30, 33),
-            rtol=1e-2,
-            atol=1e-2,
-        )
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -635,13 +635,13 @@ def test_a_race_times_what_is_served_and_the_default_and_searches_nothing(db) ->
     served = min(recorded.listed, key=recorded.us)
 
     def rivals(problem, candidate):
-        raced.append(candidate.schedule)
+        raced.append((problem, candidate.schedule, candidate.artifact.fingerprint))
         return [RivalTime(name="other", median_us=1.0, ours_us=2.0, ratio=0.5, ratio_low=0.5, ratio_high=0.5)]
 
     entry = tune(recorded, db, served=served, effort="race", rivals=rivals).entry
     assert (entry.schedule, entry.provenance, entry.rivals[0].name) == (served, "measured", "other")
     assert max(entry.candidates, recorded.compiled) <= 2
-    assert raced == [served]
+    assert raced == [(recorded.problem, served, entry.fingerprint)]
     assert NO_SEARCH in entry.source
     for effort in ("quick", "race"):  # what a search found, raced once more
         assert NO_SEARCH not in tune(recorded, db, effort=effort).entry.source

@@ -166,7 +166,7 @@ def test_the_latest_measurement_of_each_program_makes_the_landscape(db):
     assert latest() == [80.0, 110.0]
     record(db, measurement(95.0, schedule=schedule(persistent=True)))  # the same machine code, another grid
     assert latest() == [80.0, 95.0, 110.0]
-    db.record_measurement(None, "attention", "moved to another file", NEWER, measurement(85.0))  # the same machine code
+    db.record_measurement(None, "attention", "ab" * 8, NEWER, measurement(85.0))  # the same machine code
     assert latest() == [80.0, 85.0, 95.0]
     held = db.measurements(PROBLEM, "sm_90", DEVICE.name, "burst", fingerprint="f" * 24, latest=True)
     assert [one.measurement.median_us for one in held] == [85.0, 95.0]
@@ -302,8 +302,8 @@ def test_check_names_what_was_changed_behind_our_back(db):
     for expected in (
         "of another fingerprint",
         "'magic'",
-        f"problem {PROBLEM.id} does not",
-        f"schedule {schedule().id} does",
+        f"problems {PROBLEM.id}: it does not",
+        f"schedules {schedule().id}: it does not",
     ):
         assert expected in found
 

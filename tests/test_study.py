@@ -10,7 +10,6 @@ import pytest
 from report_samples import SOURCE, TOOLCHAIN, check_golden, taken
 from test_bench import QUICK, Harness
 
-from tiledsched.cli import main
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
@@ -212,21 +211,18 @@ def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch):
         ("study paper --methods nothing", "unknown method"),
     ],
 )
-def test_wrong_use_is_told(tmp_path, monkeypatch, capsys, words, message):
+def test_wrong_use_is_told(tmp_path, monkeypatch, cli, words, message):
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli(words, code=2).err
 
 
-def test_the_command_writes_what_a_folder_holds(tmp_path, capsys, monkeypatch):
+def test_the_command_writes_what_a_folder_holds(tmp_path, cli, monkeypatch):
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
     append_rows(rows(triton="not installed: triton")[: len(FACTOR)], tmp_path / "bench.csv")
-    assert main(["study", "paper", "--summary", "--out", str(tmp_path), "--json"]) == 0
-    said = capsys.readouterr()
+    said = cli(["study", "paper", "--summary", "--out", str(tmp_path), "--json"])
     assert "79 of 80 problems are left" in said.err
-    found = json.loads(said.out)
-    assert (found["problems"], found["left"]) == (1, 79)
-    assert str(tmp_path / "study_summary.md") in found["files"]
+    assert (said.json["problems"], said.json["left"]) == (1, 79)
+    assert str(tmp_path / "study_summary.md") in said.json["files"]
     for name in ("benchmark_results.csv", "tuning_results.csv", "table4_tiling_sensitivity.md"):
         check_golden(f"studies/{name}", (tmp_path / name).read_text(encoding="utf-8"))
 

@@ -9,13 +9,12 @@ import time
 import pytest
 from test_seen import H200, SCALE, Machine
 
-from tiledsched.cli import main
 from tiledsched.cli.tuned_output import print_tuned
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import space_for
-from tiledsched.serve.entries import load_table
+from tiledsched.serve.entries import load_entries, load_table
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.session import Session
@@ -139,20 +138,21 @@ def test_a_tune_killed_in_the_middle_names_nothing_and_the_next_one_ends(kernel,
     check_served(tune(kernel, [problem], machine, budget_s=0.0), machine, capsys)
 
 
-def test_a_choice_of_the_model_does_not_stand_for_a_measured_one(kernel, capsys) -> None:
-    """Its problem was measured, on a GPU that is not here: `tune` says what is served, and so does `explain`."""
-    problem = kernel.problem(rows=4096)
-    tune(kernel, [problem], Slow(gpu=True), effort="quick", rivals="off")
-    machine = Slow()
-    report = tune(kernel, [problem], machine)
-    (entry,) = report.entries
-    assert entry.provenance == "measured"
-    check_served(report, machine, capsys)
-
-
-def test_explain_is_for_the_gpu_here(kernel, monkeypatch, capsys) -> None:
+def test_explain_is_for_the_gpu_here(kernel, monkeypatch, cli) -> None:
     problem = kernel.problem(rows=4096)
     tune(kernel, [problem], Slow(gpu=True), effort="quick", rivals="off")
     monkeypatch.setattr("tiledsched.cli.app.Invocation.gpus", lambda self: [dataclasses.replace(H200, name="Another")])
-    assert main(["explain", f"{kernel.locator()}", "--arch", "sm_90", "-p", "rows=4096"]) == 0
-    assert "provenance  transferred: this problem was measured on NVIDIA H200" in capsys.readouterr().out
+    said = cli(["explain", kernel.locator(), "--arch", "sm_90", "-p", "rows=4096"]).out
+    assert "provenance  transferred: this problem was measured on NVIDIA H200" in said
+
+
+def test_a_copy_of_a_kernels_entries_is_read_while_the_database_stays(kernel, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tiledsched.serve.entries.SETTLED_NS", 0)
+    tune(kernel, [kernel.problem(rows=4096)], Slow(), budget_s=0.0)
+    first, folder = load_entries(load_settings(), kernel=kernel), tmp_path / "cache" / "entries"
+    copies = list(folder.iterdir())
+    assert load_entries(load_settings())
+    assert list(folder.iterdir()) == copies != []  # of all kernels together nothing is copied
+    with monkeypatch.context() as patch:
+        patch.setattr(TuningDB, "open", lambda *given, **more: pytest.fail("the database was read"))
+        assert load_entries(load_settings(), kernel=kernel) == first

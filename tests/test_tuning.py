@@ -18,7 +18,6 @@ from test_search_tuner import tune as tune_recorded
 import tiledsched as ts
 from tiledsched.build.compiler import BuildTask, compile_task, prepare_process
 from tiledsched.build.pool import BuildPool
-from tiledsched.cli import main
 from tiledsched.core.cases import shrunk
 from tiledsched.core.config import load_settings
 from tiledsched.core.device import arch_spec
@@ -224,20 +223,18 @@ def test_what_is_wrong_is_said_before_anything_is_built(folder, kernel, monkeypa
 
 
 @pytest.mark.compiler
-def test_every_listed_candidate_is_raced_refused_or_unknown(folder, home, capsys) -> None:
+def test_every_listed_candidate_is_raced_refused_or_unknown(folder, home, cli) -> None:
     (home / "listed.csv").write_text(
         "\ufeffTILE,occupancy,time\n16,1,1\n32,2,2\n32,2,2\n64,1,1\n,,4\n", encoding="utf-8"
     )
     kernel = ["tune", f"{folder / 'scale.py'}:Scale", "--arch", "sm_90", "-p", "rows=64", "--runner", "none"]
     command = [*kernel, "--db", str(home / "listed.db"), "--candidates", "listed.csv"]
-    assert main(command) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(cli(command).out.split())
     assert (
         "5 listed candidates: 2 raced, 2 refused (1: listed before; 1: TILE = 64 is not one of [16, 32]), "
         "1 unknown (it names none of the knobs)" in said
     )
-    assert main([*command, "--trials", "1", "--json"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["results"]
+    (result,) = cli([*command, "--trials", "1", "--json"]).json["results"]
     assert sum(result["candidates"].values()) == 5
 
 
@@ -281,15 +278,15 @@ def test_a_right_kernel_passes_its_check(home) -> None:
     assert json.loads(json.dumps(rows[0].to_json()))["problem"]["columns"] == 1000
 
 
-def test_the_mistake_that_the_tutorial_plants_is_found(home, capsys) -> None:
+def test_the_mistake_that_the_tutorial_plants_is_found(home, cli) -> None:
     mistaken = SOFTMAX.replace(PADDING, "")
     rows = checked(mistaken, 4000, 1024)
     assert mistaken != SOFTMAX
     assert [row.passed for row in rows] == [False, True]  # a tile that is full has nothing to pad
     assert rows[0].message
     assert rows[0].worst_error > 4e-3 or math.isnan(rows[0].worst_error)
-    assert main(["check", "changed.py:Softmax", "--problem", "rows=3,columns=4000", "--schedules", "1"]) == 1
-    assert "0 of 1 schedules right" in capsys.readouterr().out
+    said = cli(["check", "changed.py:Softmax", "--problem", "rows=3,columns=4000", "--schedules", "1"], code=1).out
+    assert "0 of 1 schedules right" in said
 
 
 def test_a_wrong_result_says_where(home) -> None:

@@ -24,7 +24,6 @@ from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
-from tiledsched.cli import main
 from tiledsched.core import launches
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.device import arch_spec
@@ -557,14 +556,13 @@ def test_the_next_choice_of_what_spills_is_prepared_too(tmp_path, pool, monkeypa
 
 
 @pytest.fixture
-def told(pool, monkeypatch, capsys):
+def told(pool, monkeypatch, cli):
     """Calls the command with a table of one entry, and returns what it prints as JSON about the one bundle that it makes."""
 
     def call(*words, code=0, **tuned):
         if tuned:
             monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [entry(**tuned)])
-        assert main(["warmup", *words, "--json"], devices=list) == code
-        (said,) = json.loads(capsys.readouterr().out)["bundles"]
+        (said,) = cli(["warmup", *words, "--json"], code=code, devices=list).json["bundles"]
         return said
 
     return call
@@ -591,14 +589,14 @@ def test_warmup_stores_what_spills(told, pool) -> None:
     assert (again["programs"], again["compiled"]) == (1, 0)
 
 
-def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, capsys, monkeypatch) -> None:
+def test_warmup_writes_to_the_cache_and_to_files(tmp_path, pool, told, cli, monkeypatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     said = told("--arch", ARCH, schedule=SCHEDULE)
     assert said["file"] == str(tmp_path / "cache" / "programs" / ARCH)
     assert (said["programs"], said["failures"], said["seconds"] >= 0) == (1, [], True)
-    assert main(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]) == 0
+    again = cli(["warmup", "--arch", ARCH, "--out", str(tmp_path / "out.zip")]).out
     assert pool.tasks == []  # warmup has built it
-    assert "(1 had before, 0 built now)" in capsys.readouterr().out
+    assert "(1 had before, 0 built now)" in again
     assert told("--arch", ARCH, "--out", str(tmp_path / "out.zip"), "--also", "any-length")["problems"] == 2
     assert len(read_bundle(tmp_path / "out.zip").programs) == 2
     elsewhere = told("--arch", ARCH, "--out", str(tmp_path / "arm.zip"), "--host-arch", "aarch64")
@@ -636,6 +634,5 @@ def test_a_bundle_is_for_the_hosts_that_load_it(arch, words, host, tmp_path, poo
         ("", "pass --arch"),
     ],
 )
-def test_what_warmup_does_not_take_is_said(words, why, capsys) -> None:
-    assert main(["warmup", *words.split()], devices=list) == 2
-    assert why in capsys.readouterr().err
+def test_what_warmup_does_not_take_is_said(words, why, cli) -> None:
+    assert why in cli(f"warmup {words}", code=2, devices=list).err

@@ -11,7 +11,6 @@ that precedes our own measurements. Where events were recorded around single cal
 
 from __future__ import annotations
 
-import argparse
 import csv
 import itertools
 import json
@@ -24,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import installed_toolchain
@@ -555,10 +555,12 @@ def tables() -> Iterator[Table]:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--build", action="store_true", help="compile the published schedules anew")
-    parser.add_argument("--fit", action="store_true", help="print what the two constants are by parts of the figures")
-    parser.add_argument("--csv", type=Path, help="write every figure that has a modelled counterpart")
+    parser = parser_with(
+        flag("--build", action="store_true", help="compile the published schedules anew"),
+        flag("--fit", action="store_true", help="print what the two constants are by parts of the figures"),
+        flag("--csv", type=Path, help="write every figure that has a modelled counterpart"),
+        description=__doc__,
+    )
     given = parser.parse_args()
     if given.build:
         build()

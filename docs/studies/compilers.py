@@ -7,7 +7,6 @@ method `stale`, the other compilers' schedules as the one at hand builds them, w
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.store import ProgramStore
 from tiledsched.core.config import load_settings
@@ -206,21 +206,18 @@ def summary(rows: Sequence[BenchRow]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the file, and print a summary."""
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.studies.compilers", description="what each compiler serves, in turn"
+    parser = parser_with(
+        flag("kernel", nargs="?", default="attention"),
+        flag("--arch", default="sm_90"),
+        flag("--suite", help="only these problems; all that the kernel names unless given"),
+        flag("--regime", choices=["burst", "sustained", "both"], default="burst"),
+        flag("--rounds", type=int, default=24, help="samples of each program (24; sustained, 5 times as many)"),
+        flag("--budget", type=float, metavar="SECONDS", help="begin no problem after that"),
+        flag("--csv", metavar="FILE", type=Path, help="add the rows to this file; problems that it has are left out"),
+        flag("--summary", metavar="FILE", type=Path, help="say what a file's rows say; no GPU"),
+        prog="python -m docs.studies.compilers",
+        description="what each compiler serves, in turn",
     )
-    parser.add_argument("kernel", nargs="?", default="attention")
-    parser.add_argument("--arch", default="sm_90")
-    parser.add_argument("--suite", help="only these problems; all that the kernel names unless given")
-    parser.add_argument("--regime", choices=["burst", "sustained", "both"], default="burst")
-    parser.add_argument(
-        "--rounds", type=int, default=24, help="samples of each program (24; sustained, 5 times as many)"
-    )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no problem after that")
-    parser.add_argument(
-        "--csv", metavar="FILE", type=Path, help="add the rows to this file; problems that it has are left out"
-    )
-    parser.add_argument("--summary", metavar="FILE", type=Path, help="say what a file's rows say; no GPU")
     options = parser.parse_args(arguments)
     try:
         if options.summary:

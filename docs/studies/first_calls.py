@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.core.processes import child_environment
 
 SHAPES = {
@@ -198,10 +199,13 @@ def run() -> Iterator[FirstCall]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", metavar="FILE", type=Path, help="where to write the rows")
-    parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)  # of a process that measures
-    parser.add_argument("--home", default="", help=argparse.SUPPRESS)
+    parser = parser_with(
+        flag("--csv", metavar="FILE", type=Path, help="where to write the rows"),
+        flag("--method", choices=METHODS, help=argparse.SUPPRESS),  # of a process that measures
+        flag("--home", default="", help=argparse.SUPPRESS),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     given = parser.parse_args(arguments)
     if given.method:
         for row in measure(given.method, given.home):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def positive(text: str) -> int:
@@ -43,3 +44,20 @@ def words(allowed: Sequence[str]) -> Callable[[str], list[str]]:
         return found
 
     return read
+
+
+Flag = tuple[tuple[str, ...], dict[str, Any]]
+"""Names of a flag, and argparse's options of it."""
+
+
+def flag(*names: str, **options: Any) -> Flag:
+    """A flag or an argument; `options` are those of argparse."""
+    return names, options
+
+
+def parser_with(*flags: Flag, **options: Any) -> argparse.ArgumentParser:
+    """A parser of these flags; `options` are those of argparse's parser."""
+    parser = argparse.ArgumentParser(**options)
+    for names, given in flags:
+        parser.add_argument(*names, **given)
+    return parser

@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tiledsched as ts
-from docs.studies.flags import count, positive, words
+from docs.studies.flags import count, flag, parser_with, positive, words
 from tiledsched.core.extras import package_version
 from tiledsched.core.files import csv_text, write_whole
 from tiledsched.measure.lock import holding_current_gpu
@@ -392,25 +392,31 @@ def losses_csv(runs: Sequence[Run]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train a GPT under several attentions, which take turns.")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="124M")
-    parser.add_argument(
-        "--methods", type=words(tuple(METHODS)), default=list(METHODS), metavar="NAMES", help=f"of {', '.join(METHODS)}"
+    parser = parser_with(
+        flag("--shape", choices=tuple(SHAPES), default="124M"),
+        flag(
+            "--methods",
+            type=words(tuple(METHODS)),
+            default=list(METHODS),
+            metavar="NAMES",
+            help=f"of {', '.join(METHODS)}",
+        ),
+        *(
+            flag(name, type=positive, default=default, metavar="N", help=f"{text}; default: {default}")
+            for name, default, text in (
+                ("--steps", 300, "steps of training"),
+                ("--batch", 8, "sequences of a step"),
+                ("--block", 20, "steps that a method takes in its turn"),
+            )
+        ),
+        flag("--seed", type=count, default=0, metavar="N", help="of weights and data; default: 0"),
+        flag("--device", choices=("cuda", "cpu"), default="cuda"),
+        flag("--budget", type=float, metavar="SECONDS", help="start no more blocks after this long"),
+        flag("--warm", action="store_true", help="take one step of each method, which fills compilers' caches"),
+        flag("--csv", metavar="FILE", help="where to write a row for each method"),
+        flag("--losses", metavar="FILE", help="where to write the loss of every step"),
+        description="Train a GPT under several attentions, which take turns.",
     )
-    for name, default, text in (
-        ("--steps", 300, "steps of training"),
-        ("--batch", 8, "sequences of a step"),
-        ("--block", 20, "steps that a method takes in its turn"),
-    ):
-        parser.add_argument(name, type=positive, default=default, metavar="N", help=f"{text}; default: {default}")
-    parser.add_argument("--seed", type=count, default=0, metavar="N", help="of weights and data; default: 0")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no more blocks after this long")
-    parser.add_argument(
-        "--warm", action="store_true", help="take one step of each method, which fills compilers' caches"
-    )
-    parser.add_argument("--csv", metavar="FILE", help="where to write a row for each method")
-    parser.add_argument("--losses", metavar="FILE", help="where to write the loss of every step")
     return parser
 
 

@@ -7,7 +7,6 @@ Needs a GPU. Our kernel runs on the schedule that is served for the problem, als
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import statistics
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.kernels.grouped_matmul.declaration import group_ends
@@ -69,12 +69,12 @@ def rows_of(p: Problem, rounds: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Time every problem, write its rows, and print the means."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--suite", action="append", help="whose problems are timed; all by default, and several if repeated"
+    parser = parser_with(
+        flag("--suite", action="append", help="whose problems are timed; all by default, and several if repeated"),
+        flag("--rounds", type=int, default=15, help="how often each call is timed"),
+        flag("--csv", required=True, help="the file that the rows are written to"),
+        description=__doc__.splitlines()[0],
     )
-    parser.add_argument("--rounds", type=int, default=15, help="how often each call is timed")
-    parser.add_argument("--csv", required=True, help="the file that the rows are written to")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     kernel = kernel_named("grouped_matmul")

@@ -8,7 +8,6 @@ an order drawn anew each round, so that a slow spell of the machine meets all of
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
@@ -19,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.extras import installing
 from tiledsched.core.files import csv_text, write_whole
@@ -200,12 +200,13 @@ def write_csv(path: str, costs: Sequence[HostCost]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the costs, and write the file."""
-    parser = argparse.ArgumentParser(prog="python -m docs.studies.host_cost", description="host cost of one call")
-    parser.add_argument("--csv", metavar="FILE", help="write the rows to this file")
-    parser.add_argument(
-        "--capture", action="store_true", help="only sdpa, with its problems captured and without, in turn"
+    parser = parser_with(
+        flag("--csv", metavar="FILE", help="write the rows to this file"),
+        flag("--capture", action="store_true", help="only sdpa, with its problems captured and without, in turn"),
+        flag("--rounds", type=int, default=200, help=f"blocks of {CALLS_PER_BLOCK} calls per method (200)"),
+        prog="python -m docs.studies.host_cost",
+        description="host cost of one call",
     )
-    parser.add_argument("--rounds", type=int, default=200, help=f"blocks of {CALLS_PER_BLOCK} calls per method (200)")
     options = parser.parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory() as notes:

@@ -1,146 +1,230 @@
-"""Times a large database of attention: merging measurements, one exact lookup, reading all entries, `show` and `report`.
+"""Times the commands that read a large database, or write to one, on a database of made-up measurements.
 Nothing is measured on a GPU.
 
-python -m docs.studies.large_store [--folder DIR] [--each N] [MEASUREMENTS]
+python -m docs.studies.large_store [--folder DIR] [--entries N] [--limit SECONDS] [MEASUREMENTS]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-import resource
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from tiledsched.build.toolchain import Toolchain
+from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.device import ARCHS
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device, Measurement
 from tiledsched.store.db import TuningDB
-from tiledsched.store.records import Entry, StoredMeasurement
+from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 
-ARCH, AT_ONCE, LOOKUPS, SCHEDULES = "sm_90", 100_000, 2000, 2000
-DEVICE = Device(name="Made-up GPU", arch=ARCH, sm_count=132)
+ARCH, SCHEDULES, SAMPLES = "sm_90", 2000, 101
+LARGE, FEW = 100, 30
+"""One landscape of so many is a recording of `SCHEDULES` programs; the others share what is left, about `FEW` each."""
+KERNELS = ("attention", "attention", "matmul", "attention", "rms_norm", "attention", "matmul", "softmax")
+"""The kernels of made-up landscapes, in turn."""
+DEVICES = tuple(
+    Device(
+        name=f"Made-up {name}", arch=ARCH, sm_count=132, memory_bytes=80 << 30, l2_bytes=50 << 20, driver="580.95.05"
+    )
+    for name in ("H100", "H200")
+)
 TOOLCHAIN = Toolchain(cuda_tile="1.7.0", tileiras="13.4.92", ptxas="13.4.92", nvvm="13.4.92")
 WHEN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+SPREAD = tuple(1 + (place - SAMPLES // 2) / 5000 for place in range(SAMPLES))
+"""The samples of a measurement, over their median."""
 
 
-def problem_of(number: int, each: int) -> Problem:
-    """The problem of a made-up measurement: every `each` measurements share one."""
-    return Attention.standard(seq_len=64 * (1 + number // each), head_dim=64)
+@dataclass(frozen=True)
+class Made:
+    """What is made up of one problem on one device in one regime."""
+
+    measurements: list[StoredMeasurement]
+    entry: Entry
 
 
-def made_up(count: int, each: int) -> Iterator[StoredMeasurement]:
-    """Made-up measurements, with ten samples each. Those of one problem are of 2000 programs, again and again."""
-    schedules = list(itertools.islice(space_for(ARCH, Attention).schedules(problem_of(0, each)), SCHEDULES))
-    for number in range(count):
-        program = number % SCHEDULES
-        us = 100.0 + program * 7 % SCHEDULES / 100 + number // SCHEDULES % 10 / 1000
-        taken = Measurement(
-            problem=problem_of(number, each),
-            schedule=schedules[program],
-            fingerprint=stable_id(program, 24),
-            device=DEVICE,
-            regime="burst",
-            median_us=us,
-            ci_low_us=us - 0.5,
-            ci_high_us=us + 0.5,
-            samples_us=(us - 0.5, *(us,) * 8, us + 0.5),
-            accuracy=None,
-            conditions=Conditions(),
-            runner="gpu",
+def problem_of(number: int) -> Problem:
+    """The problem of a made-up landscape. Two landscapes in a row have one: those of two devices."""
+    kernel, number = KERNELS[number // 2 % len(KERNELS)], number // 2
+    declared, dtype = kernel_named(kernel), ("float16", "bfloat16")[number % 2]
+    if kernel == "attention":
+        sizes = {"seq_len": 64 * (1 + number // 12), "head_dim": (64, 96, 128)[number % 3]}
+        return declared.standard(**sizes, causal=number // 3 % 2 == 1, dtype=dtype)
+    if kernel == "matmul":
+        return declared.problem(m=16 * (1 + number // 8), n=4096, k=1024 * (1 + number % 3), dtype=dtype)
+    return declared.problem(rows=64 * (1 + number // 8), columns=(1024, 4096, 5120, 8192)[number % 4], dtype=dtype)
+
+
+class MakesUp:
+    """Makes up measurements, entries and builds that a check finds sound."""
+
+    def __init__(self, count: int, entries: int) -> None:
+        large = entries // LARGE
+        self.sizes = (
+            [SCHEDULES if number % LARGE == 0 else 0 for number in range(entries)]
+            if large * SCHEDULES < count
+            else [0] * entries
         )
-        yield StoredMeasurement(
-            id=0,
-            uid=stable_id(["made up", number], 24),
-            run_id=None,
-            kernel=Attention.name,
-            source_hash="",
+        left, rest = count - sum(self.sizes), self.sizes.count(0)
+        few = iter(left // rest + (place < left % rest) for place in range(rest))
+        self.sizes = [size or next(few) for size in self.sizes]
+        self._schedules: dict[str, list[Schedule]] = {}
+        self._rng = random.Random(0)
+
+    def schedules(self, kernel: str) -> list[Schedule]:
+        """The schedules that are made up to be measured of a kernel, in a mixed order."""
+        if kernel not in self._schedules:
+            number = 2 * KERNELS.index(kernel)
+            found = list(space_for(ARCH, kernel_named(kernel)).schedules(problem_of(number)))
+            self._rng.shuffle(found)
+            self._schedules[kernel] = found[:SCHEDULES]
+        return self._schedules[kernel]
+
+    def landscape(self, number: int) -> Made:
+        """What is made up of one landscape. Schedules are measured again where there are fewer than measurements."""
+        problem, device = problem_of(number), DEVICES[number % 2]
+        kernel, regime = problem.declaration, "sustained" if number % 20 > 17 else "burst"
+        schedules, size = self.schedules(kernel.name), self.sizes[number]
+        conditions = Conditions(
+            sm_clock_mhz=1980 - number % 5 * 15,
+            memory_clock_mhz=2619,
+            power_w=400.0 + number % 200,
+            temperature_c=40 + number % 20,
+            gap_ms=2.0,
+        )
+        taken, source = [], kernel.source_hash()
+        for place in range(size):
+            program = place % len(schedules)
+            us = round(
+                (20 + number % 997) * (1 + program * 7 % 2003 / 1000) * (1 + place // len(schedules) % 3 / 500), 3
+            )
+            turn = place % SAMPLES
+            samples = [round(us * each, 3) for each in SPREAD]
+            made = Measurement(
+                problem=problem,
+                schedule=schedules[program],
+                fingerprint=fingerprint_of(problem, schedules[program]),
+                device=device,
+                regime=regime,
+                median_us=us,
+                ci_low_us=samples[SAMPLES // 2 - 10],
+                ci_high_us=samples[SAMPLES // 2 + 10],
+                samples_us=(*samples[turn:], *samples[:turn]),
+                accuracy=Accuracy(
+                    max_abs_error=0.001, worst_tile_error=0.0003, worst_tile=(program % 4, 0), repeatable=True
+                ),
+                conditions=conditions,
+                runner="gpu",
+            )
+            taken.append(
+                StoredMeasurement(
+                    uid=stable_id(["made up", number, place], 24),
+                    kernel=kernel.name,
+                    source_hash=source,
+                    toolchain=TOOLCHAIN,
+                    measurement=made,
+                    created_at=WHEN + timedelta(minutes=number, milliseconds=place),
+                )
+            )
+        best, *others = sorted({each.measurement.schedule: each for each in reversed(taken)}.values(), key=median_of)[
+            :3
+        ]
+        entry = Entry(
+            kernel=kernel.name,
+            arch=ARCH,
+            problem=problem,
+            device_name=device.name,
+            regime=regime,
+            provenance="measured",
+            schedule=best.measurement.schedule,
+            fingerprint=best.measurement.fingerprint,
+            measurement=best.summary,
+            runner_up=others[0].measurement.schedule if others else None,
+            margin=median_of(others[0]) / median_of(best) - 1 if others else None,
+            candidates=min(size, len(schedules)),
+            source="made up",
             toolchain=TOOLCHAIN,
-            measurement=taken,
-            created_at=WHEN + timedelta(seconds=number),
+            source_hash=source,
+            updated_at=WHEN + timedelta(minutes=number),
         )
+        return Made(taken, entry)
+
+    def builds(self) -> Iterator[BuildRecord]:
+        """A build of every program; one schedule in fifty more did not build."""
+        done = set()
+        for number, size in enumerate(self.sizes):
+            problem = problem_of(number)
+            kernel = problem.declaration
+            for place, schedule in enumerate(self.schedules(kernel.name)[:size]):
+                fingerprint = fingerprint_of(problem, schedule)
+                if fingerprint in done:
+                    continue
+                done.add(fingerprint)
+                failure = Failure(kind=FailureKind.COMPILE_ERROR, message="made up") if place % 50 == 49 else None
+                yield BuildRecord(
+                    kernel=kernel.name,
+                    source_hash=kernel.source_hash(),
+                    toolchain=TOOLCHAIN,
+                    arch=ARCH,
+                    schedule=schedule,
+                    problem_class=problem_class(kernel, problem, schedule, ARCHS[ARCH]),
+                    fingerprint="" if failure else fingerprint,
+                    facts=None if failure else FACTS,
+                    cubin_bytes=0 if failure else 30_000,
+                    failure=failure,
+                    seconds=2.5,
+                )
 
 
-def entry_of(best: StoredMeasurement) -> Entry:
-    """The entry that serves such a measurement."""
-    taken = best.measurement
-    return Entry(
-        kernel=best.kernel,
-        arch=ARCH,
-        problem=taken.problem,
-        device_name=DEVICE.name,
-        regime="burst",
-        provenance="measured",
-        schedule=taken.schedule,
-        fingerprint=taken.fingerprint,
-        measurement=best.summary,
-        toolchain=TOOLCHAIN,
-        updated_at=WHEN,
-    )
+FACTS = ResourceFacts(
+    registers=168, threads=384, shared_bytes=98304, spill_bytes=0, num_ctas=1, code_bytes=24_576, ctas_per_sm=1
+)
+_fingerprints: dict[tuple[object, ...], str] = {}
 
 
-def timed(path: Path, count: int, each: int) -> Iterator[str]:
-    """Fill a database and read from it; yields a line for each thing timed."""
-    made = made_up(count, each)
+def fingerprint_of(problem: Problem, schedule: Schedule) -> str:
+    """The made-up fingerprint of a program: problems that agree in what is compiled in have the same."""
+    v = problem.values
+    key = problem.kernel, v["dtype"], v.get("head_dim"), v.get("causal"), v.get("columns"), schedule
+    return _fingerprints.get(key) or _fingerprints.setdefault(key, stable_id([*key[:-1], schedule.id], 24))
+
+
+def median_of(stored: StoredMeasurement) -> float:
+    """The median of a measurement, in microseconds."""
+    return stored.measurement.median_us
+
+
+def fill(path: Path, count: int, entries: int) -> Iterator[str]:
+    """Fill a database; yields a line for each hundred thousand measurements."""
+    made = MakesUp(count, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     with TuningDB.open(path) as db:
-        while some := list(itertools.islice(made, AT_ONCE)):
-            started = time.perf_counter()
-            first = {one.measurement.problem: one for one in reversed(some)}
-            db.merge(some, [entry_of(one) for one in first.values()])
-            yield f"merging {len(some):,}: {time.perf_counter() - started:.1f} s"
-    yield f"size: {path.stat().st_size >> 20} MiB"
-    asked, rng = [], random.Random(0)
-    with TuningDB.open(path, read_only=True) as db:
-        for _ in range(LOOKUPS):
-            problem = problem_of(rng.randrange(count), each)
-            started = time.perf_counter()
-            (found,) = db.entries(ARCH, Attention.name, problem=problem, device_name=DEVICE.name)
-            asked.append(1e3 * (time.perf_counter() - started))
-            assert found.problem == problem
-        asked.sort()
-        yield f"one entry: median {asked[LOOKUPS // 2]:.2f} ms, p99 {asked[LOOKUPS * 99 // 100]:.2f} ms, of {LOOKUPS} lookups"
-        started = time.perf_counter()
-        entries = db.entries()
-        yield f"all {len(entries)} entries: {time.perf_counter() - started:.2f} s"
-    for command in (["show", "attention"], ["report", "attention", "-o", str(path.parent / "report")]):
-        started = time.perf_counter()
-        run = [sys.executable, "-m", "tiledsched", *command, "--arch", ARCH, "--db", str(path)]
-        subprocess.run(run, check=True, capture_output=True)
-        took, most = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
-        yield f"{command[0]}, with the start of its process: {took:.2f} s, {most} MiB at most"
-
-
-def main() -> None:
-    """Run the study as a command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.studies.large_store", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument(
-        "measurements", type=int, nargs="?", default=1_000_000, help="how many are made up (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--each", type=int, default=2000, metavar="N", help="how many of them share a problem (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="where the database is made and stays (default: removed at the end)"
-    )
-    options = parser.parse_args()
-    if options.measurements < 1 or options.each < 1:
-        parser.error("measurements, --each: give a number above 0")
-    with tempfile.TemporaryDirectory() as made:
-        for line in timed((options.folder or Path(made)) / "large.db", options.measurements, options.each):
-            print(line, flush=True)
+        builds = made.builds()
+        while some := list(itertools.islice(builds, 10_000)):
+            db.record_builds(some)
+        found: list[Made] = []
+        for number in range(entries):
+            found.append(made.landscape(number))
+            if sum(len(each.measurements) for each in found) >= 20_000 or number == entries - 1:
+                started = time.perf_counter()
+                rows = [one for each in found for one in each.measurements]
+                db.merge(rows, [each.entry for each in found])
+                yield f"merging {len(rows):,} of {number + 1:,} landscapes: {time.perf_counter() - started:.1f} s"
+                found = []
 
 
 if __name__ == "__main__":
-    main()
+    for line in fill(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])):
+        print(line, flush=True)

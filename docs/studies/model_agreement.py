@@ -6,7 +6,6 @@ fitted to the others only: every landscape with the same sequence lengths, head 
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import spearmanr
 
+from docs.studies.flags import flag, parser_with
 from docs.studies.landscapes import Landscape, landscape_of, read_landscape, shape_of
 from docs.studies.model_residual import fit
 from tiledsched.core.device import arch_spec
@@ -150,11 +150,14 @@ def _at_defaults(landscape: Landscape) -> NDArray[np.bool_]:
 
 def main() -> None:
     """Print the tables for the landscapes that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m docs.studies.model_agreement", description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="landscape files of one arch and regime")
-    parser.add_argument("--db", help="file or URL of a tuning database, instead of files")
-    parser.add_argument("--regime", default="burst", help="burst or sustained, with --db")
-    parser.add_argument("--at-defaults", action="store_true", help="only programs with measured-only knobs at defaults")
+    parser = parser_with(
+        flag("files", nargs="*", type=Path, help="landscape files of one arch and regime"),
+        flag("--db", help="file or URL of a tuning database, instead of files"),
+        flag("--regime", default="burst", help="burst or sustained, with --db"),
+        flag("--at-defaults", action="store_true", help="only programs with measured-only knobs at defaults"),
+        prog="python -m docs.studies.model_agreement",
+        description=__doc__,
+    )
     arguments = parser.parse_args()
     if bool(arguments.files) == bool(arguments.db):
         parser.error("give landscape files or --db, one of the two")

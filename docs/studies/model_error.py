@@ -14,7 +14,6 @@ was compared, or half the least to twice the largest of them where all are alike
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections import defaultdict
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.studies import blackwell
+from docs.studies.flags import flag, parser_with
 from docs.studies.landscapes import landscape_of, read_landscape
 from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
@@ -187,9 +187,11 @@ def write(found: Mapping[str, Iterable[Row]], folder: Path, date: str) -> None:
 
 def main() -> None:
     """Print the rows, and write them where wanted."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write KERNEL/error.json into this folder (tuning_db/model)")
-    parser.add_argument("--date", default="", help="the day to write down, such as 2026-11-28")
+    parser = parser_with(
+        flag("--out", type=Path, help="write KERNEL/error.json into this folder (tuning_db/model)"),
+        flag("--date", default="", help="the day to write down, such as 2026-11-28"),
+        description=__doc__,
+    )
     given = parser.parse_args()
     found = rows()
     if given.out:

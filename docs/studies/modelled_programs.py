@@ -13,7 +13,6 @@ registers, threads and shared memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import random
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool, default_jobs
 from tiledsched.build.toolchain import Toolchain, installed_toolchain
@@ -311,23 +311,18 @@ def settle(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, and write the files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.studies.modelled_programs", description="compile the shipped search spaces"
-    )
-    parser.add_argument("folder", type=Path, help="where the files go; a second run goes on there")
-    parser.add_argument("--arch", default="sm_121", help="the arch that is compiled for (sm_121)")
-    parser.add_argument(
-        "--same", default="sm_120", help="archs whose machine code may be the same, between commas (sm_120)"
-    )
-    parser.add_argument(
-        "--kernels", default=",".join(ORDER), help=f"kernels, between commas, in order ({','.join(ORDER)})"
-    )
-    parser.add_argument("--only", default="", help="only files whose name contains this")
-    parser.add_argument("--jobs", type=int, default=default_jobs(), help="compile processes (one for each CPU)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long; what is done is kept (8)")
-    parser.add_argument("--limit", type=int, default=None, help="at most so many schedules of each file, for a trial")
-    parser.add_argument(
-        "--times", action="store_true", help="compile nothing: write the model's estimates into the files"
+    parser = parser_with(
+        flag("folder", type=Path, help="where the files go; a second run goes on there"),
+        flag("--arch", default="sm_121", help="the arch that is compiled for (sm_121)"),
+        flag("--same", default="sm_120", help="archs whose machine code may be the same, between commas (sm_120)"),
+        flag("--kernels", default=",".join(ORDER), help=f"kernels, between commas, in order ({','.join(ORDER)})"),
+        flag("--only", default="", help="only files whose name contains this"),
+        flag("--jobs", type=int, default=default_jobs(), help="compile processes (one for each CPU)"),
+        flag("--minutes", type=float, default=8.0, help="stop after so long; what is done is kept (8)"),
+        flag("--limit", type=int, default=None, help="at most so many schedules of each file, for a trial"),
+        flag("--times", action="store_true", help="compile nothing: write the model's estimates into the files"),
+        prog="python -m docs.studies.modelled_programs",
+        description="compile the shipped search spaces",
     )
     options = parser.parse_args(arguments)
     if options.times:

@@ -7,7 +7,6 @@ does. The fault is noticed if one of them fails or hangs.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import csv
 import os
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from typing import Any
+
+from docs.studies.flags import flag, parser_with
 
 ROOMS = ("tuning", "serve", "store", "measure", "rivals", "fleet")
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
@@ -141,12 +142,15 @@ def noticed(fault: Fault, home: Path, tests: list[str], limit_s: float) -> str:
 
 def main() -> None:
     """Plant the faults, and say what share was noticed."""
-    parser = argparse.ArgumentParser(prog="python -m docs.studies.mutations", description=__doc__)
-    parser.add_argument("--count", type=int, default=80)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for the tests of one fault")
-    parser.add_argument("--csv", type=Path, required=True)
+    parser = parser_with(
+        flag("--count", type=int, default=80),
+        flag("--seed", type=int, default=1),
+        flag("--jobs", type=int, default=2),
+        flag("--limit", type=float, default=300.0, help="seconds for the tests of one fault"),
+        flag("--csv", type=Path, required=True),
+        prog="python -m docs.studies.mutations",
+        description=__doc__,
+    )
     options = parser.parse_args()
     names = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split()
     tests = {name: Path(name).read_text() for name in names if re.fullmatch(r"tests/test_(?!gpu)\w+\.py", name)}

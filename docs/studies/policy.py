@@ -9,7 +9,6 @@ entry of the same sequence lengths, head dimension and mask (*likes out*), and i
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from docs.studies.flags import flag, parser_with
 from docs.studies.landscapes import Landscape, read_landscape, shape_of
 from docs.studies.model_agreement import evaluate
 from tiledsched.core.device import ArchSpec, arch_spec
@@ -330,9 +330,12 @@ def document(study: Study) -> str:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m docs.studies.policy", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="landscape files of one arch and regime")
-    parser.add_argument("--table", required=True, type=Path, help="the table of the arch")
+    parser = parser_with(
+        flag("files", nargs="+", type=Path, help="landscape files of one arch and regime"),
+        flag("--table", required=True, type=Path, help="the table of the arch"),
+        prog="python -m docs.studies.policy",
+        description=__doc__,
+    )
     arguments = parser.parse_args()
     study = Study([read_landscape(path) for path in arguments.files], read_table(arguments.table).entries)
     print(document(study), end="")

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from docs.studies.flags import flag, parser_with
 from docs.studies.landscapes import Landscape, read_landscape, shape_of
 from docs.studies.policy import ANY, Judged, Study, summary
 from tiledsched.build.toolchain import release
@@ -191,19 +192,21 @@ def _row(band: LossBand) -> tuple[str, ...]:
 
 def main() -> None:
     """Print the losses."""
-    parser = argparse.ArgumentParser(
+    parser = parser_with(
+        flag("table", type=Path, help="the table of an arch"),
+        *(
+            flag(f"--{name}", nargs="*", type=Path, default=[], help=words)
+            for name, words in (
+                ("landscapes", "recorded landscapes of the arch"),
+                ("medians", "CSV files of tunes' medians"),
+                ("left-out", "CSV files of the bench's method left_out"),
+            )
+        ),
+        flag("--out", type=Path, help="also write them here (tuning_db/model/KERNEL/transfer.json)"),
         prog="python -m docs.studies.policy_losses",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("table", type=Path, help="the table of an arch")
-    for name, words in (
-        ("landscapes", "recorded landscapes of the arch"),
-        ("medians", "CSV files of tunes' medians"),
-        ("left-out", "CSV files of the bench's method left_out"),
-    ):
-        parser.add_argument(f"--{name}", nargs="*", type=Path, default=[], help=words)
-    parser.add_argument("--out", type=Path, help="also write them here (tuning_db/model/KERNEL/transfer.json)")
     asked = parser.parse_args()
     bands, unknown = all_bands(asked.table, asked.landscapes, asked.medians, asked.left_out)
     rows = tuple(_row(band) for band in bands)

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from docs.studies.flags import integers, positive
+from docs.studies.flags import flag, integers, parser_with, positive
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import Problem
@@ -236,23 +236,23 @@ def _mean(ratios: Sequence[float]) -> str:
 
 def main() -> None:
     """Time the policies and print the summary."""
-    parser = argparse.ArgumentParser(
+    parser = parser_with(
+        flag("--seeds", type=integers, default=[], help="40 problems are drawn with each"),
+        flag(
+            "--policies",
+            type=policy_of,
+            nargs="+",
+            default=[],
+            metavar="NAME=VALUE,...",
+            help="numbers of `tiledsched.serve.transfer.TransferParameters` that differ from what is served",
+        ),
+        flag("--workers", type=positive, default=1, help="processes that build what is to be timed"),
+        flag("--csv", type=Path, help="rows are written here as they are known"),
+        flag("--summary", type=Path, help="only print what such a file says; no GPU"),
         prog="python -m docs.studies.policy_timed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", type=integers, default=[], help="40 problems are drawn with each")
-    parser.add_argument(
-        "--policies",
-        type=policy_of,
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE,...",
-        help="numbers of `tiledsched.serve.transfer.TransferParameters` that differ from what is served",
-    )
-    parser.add_argument("--workers", type=positive, default=1, help="processes that build what is to be timed")
-    parser.add_argument("--csv", type=Path, help="rows are written here as they are known")
-    parser.add_argument("--summary", type=Path, help="only print what such a file says; no GPU")
     asked = parser.parse_args()
     if asked.summary:
         print(summary(read(asked.summary)), end="")

@@ -11,13 +11,13 @@ programs of that landscape, are looked up there.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from docs.studies.flags import flag, parser_with
 from docs.studies.landscapes import Landscape, read_landscape
 from docs.studies.policy import ANY, Judged, Study, summary
 from tiledsched.report.document import Table, to_markdown
@@ -102,9 +102,12 @@ def document(study: Study) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m docs.studies.scope", description=__doc__)
-    parser.add_argument("landscapes", nargs="+", type=Path, help="recorded landscapes of one arch")
-    parser.add_argument("--table", type=Path, required=True, help="the table of the arch, for its machine code")
+    parser = parser_with(
+        flag("landscapes", nargs="+", type=Path, help="recorded landscapes of one arch"),
+        flag("--table", type=Path, required=True, help="the table of the arch, for its machine code"),
+        prog="python -m docs.studies.scope",
+        description=__doc__,
+    )
     asked = parser.parse_args()
     recorded = [read_landscape(path) for path in asked.landscapes]
     print(document(Study(recorded, read_table(asked.table).entries)), end="")

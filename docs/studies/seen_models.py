@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Any
 
 from docs.studies import whole_models
-from docs.studies.flags import integers, positive, words
+from docs.studies.flags import flag, integers, parser_with, positive, words
 from docs.studies.whole_models import METHODS, MODELS, PHASES, Row
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import csv_text, write_whole
@@ -121,26 +121,31 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.studies.seen_models", description="models untuned, tuned by what they call, and torch"
+    parser = parser_with(
+        flag(
+            "--model",
+            type=words(tuple(MODELS)),
+            default=["llama", "qwen2"],
+            metavar="NAMES",
+            help="default: llama,qwen2",
+        ),
+        flag("--batch", type=integers, default=[1, 4], metavar="NUMBERS", help="sequences; default: 1,4"),
+        flag("--prompt", type=integers, default=[700, 1900], metavar="NUMBERS", help="tokens; default: 700,1900"),
+        *(
+            flag(name, type=positive, default=default, metavar="N", help=f"{text}; default: {default}")
+            for name, default, text in (
+                ("--new-tokens", 16, "tokens generated"),
+                ("--rounds", 3, "samples of each phase"),
+                ("--layers", 4, "transformer blocks"),
+                ("--budget", 180, "seconds of the tune"),
+            )
+        ),
+        flag("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16"),
+        flag("--device", default="cuda"),
+        flag("--csv", metavar="FILE", help="where to write the rows, as they come"),
+        prog="python -m docs.studies.seen_models",
+        description="models untuned, tuned by what they call, and torch",
     )
-    parser.add_argument(
-        "--model", type=words(tuple(MODELS)), default=["llama", "qwen2"], metavar="NAMES", help="default: llama,qwen2"
-    )
-    parser.add_argument("--batch", type=integers, default=[1, 4], metavar="NUMBERS", help="sequences; default: 1,4")
-    parser.add_argument(
-        "--prompt", type=integers, default=[700, 1900], metavar="NUMBERS", help="tokens; default: 700,1900"
-    )
-    for name, default, text in (
-        ("--new-tokens", 16, "tokens generated"),
-        ("--rounds", 3, "samples of each phase"),
-        ("--layers", 4, "transformer blocks"),
-        ("--budget", 180, "seconds of the tune"),
-    ):
-        parser.add_argument(name, type=positive, default=default, metavar="N", help=f"{text}; default: {default}")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--csv", metavar="FILE", help="where to write the rows, as they come")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     code = 0

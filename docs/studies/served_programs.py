@@ -10,7 +10,6 @@ that file to `tuning_db/model/KERNEL/` and run `python -m tiledsched.store.shipp
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.pool import BuildPool, default_jobs
 from tiledsched.build.toolchain import installed_toolchain
@@ -204,17 +204,18 @@ def add(path: Path, arch: str, compiler: str, outcomes: Outcomes) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw, look up, build and write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.studies.served_programs", description="programs served by transfer that spill registers"
+    parser = parser_with(
+        flag("folder", type=Path, help="where KERNEL/spills.json is written, or added to"),
+        flag("--arch", default="sm_90", help="archs, between commas (sm_90)"),
+        flag("--kernel", default=",".join(DRAWN), help="kernels, between commas (all)"),
+        flag("--problems", type=int, default=600, help="problems of each kernel to draw (600)"),
+        flag("--seed", type=int, default=0, help="of the draw (0)"),
+        flag("--jobs", type=int, default=default_jobs(), help="compile processes (one for each CPU)"),
+        flag("--minutes", type=float, default=60.0, help="time after which no more is built (60)"),
+        flag("--count", action="store_true", help="count the programs and build none"),
+        prog="python -m docs.studies.served_programs",
+        description="programs served by transfer that spill registers",
     )
-    parser.add_argument("folder", type=Path, help="where KERNEL/spills.json is written, or added to")
-    parser.add_argument("--arch", default="sm_90", help="archs, between commas (sm_90)")
-    parser.add_argument("--kernel", default=",".join(DRAWN), help="kernels, between commas (all)")
-    parser.add_argument("--problems", type=int, default=600, help="problems of each kernel to draw (600)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    parser.add_argument("--jobs", type=int, default=default_jobs(), help="compile processes (one for each CPU)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="time after which no more is built (60)")
-    parser.add_argument("--count", action="store_true", help="count the programs and build none")
     options = parser.parse_args(arguments)
     ends, compiler = time.monotonic() + 60 * options.minutes, installed_toolchain().tileiras
     with BuildPool(options.jobs) as pool:

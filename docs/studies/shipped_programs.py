@@ -7,10 +7,10 @@ Run it under each compiler that the package takes. What was built stays in the d
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.core import data_files
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.registry import load_kernel
@@ -80,11 +80,12 @@ def row(builder: Builder, entries: Sequence[Entry]) -> tuple[list[str], list[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, and print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.studies.shipped_programs", description="what shipped modelled tables serve, compiled"
+    parser = parser_with(
+        flag("--arch", default=BLACKWELL, help=f"archs, between commas ({BLACKWELL})"),
+        flag("--jobs", type=int, default=1, help="compile processes (1)"),
+        prog="python -m docs.studies.shipped_programs",
+        description="what shipped modelled tables serve, compiled",
     )
-    parser.add_argument("--arch", default=BLACKWELL, help=f"archs, between commas ({BLACKWELL})")
-    parser.add_argument("--jobs", type=int, default=1, help="compile processes (1)")
     options = parser.parse_args(arguments)
     table, lines = [], []
     try:

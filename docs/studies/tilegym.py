@@ -8,7 +8,6 @@ result is compared with torch's. A line of JSON is written for each function as 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import random
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tiledsched
+from docs.studies.flags import flag, parser_with
 
 ROUNDS, NOT_COUNTED = 34, 4
 """Launches of each answer by the judge, and how many of them do not count."""
@@ -296,10 +296,12 @@ def answers(theirs: Iterable[str], ours: Iterable[str]) -> dict[str, list[tuple[
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("how", choices=("theirs", "ours", "judge"))
-    parser.add_argument("file", type=Path)
-    parser.add_argument("more", nargs="*", help="sites; for judge the two files")
+    parser = parser_with(
+        flag("how", choices=("theirs", "ours", "judge")),
+        flag("file", type=Path),
+        flag("more", nargs="*", help="sites; for judge the two files"),
+        description=__doc__,
+    )
     options = parser.parse_args()
     if options.how == "judge":
         theirs, ours = (Path(each).read_text().splitlines() for each in options.more)

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from docs.studies.flags import count, positive
+from docs.studies.flags import count, flag, parser_with, positive
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
@@ -775,34 +775,30 @@ def timed(
 
 def main() -> None:
     """Time drawn problems and print the summary."""
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.studies.untuned", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_with(
+        flag("--seed", type=positive, help="of the draw"),
+        flag("--attention", type=count, default=120, help="problems of attention"),
+        flag("--matmul", type=count, default=80, help="matrix products"),
+        flag("--further", type=count, default=0, help="further choices of ours that are timed, to learn from"),
+        flag("--jobs", type=positive, help="processes that build; by default one for each CPU"),
+        flag("--seconds", type=positive, help="begin no problem after so long"),
+        flag("--csv", type=Path, help="rows are written here as they are known"),
+        flag("--summary", type=Path, help="only print what such a file says; no GPU"),
+        flag(
+            "--judge",
+            type=Path,
+            nargs="+",
+            metavar="CSV",
+            help="what would serve each problem of such files, had it not been timed",
+        ),
+        flag("--ship", type=Path, nargs="+", metavar="CSV", help="write the times of such files for serving; no GPU"),
+        flag("--losses", type=Path, nargs="+", metavar="CSV", help="write what our choices lose in such files; no GPU"),
+        flag("--kernel", choices=list(DRAWS), default="attention", help="of --ship and --losses"),
+        flag("--out", type=Path, help="the file that these two write"),
+        prog="python -m docs.studies.untuned",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=positive, help="of the draw")
-    parser.add_argument("--attention", type=count, default=120, help="problems of attention")
-    parser.add_argument("--matmul", type=count, default=80, help="matrix products")
-    parser.add_argument(
-        "--further", type=count, default=0, help="further choices of ours that are timed, to learn from"
-    )
-    parser.add_argument("--jobs", type=positive, help="processes that build; by default one for each CPU")
-    parser.add_argument("--seconds", type=positive, help="begin no problem after so long")
-    parser.add_argument("--csv", type=Path, help="rows are written here as they are known")
-    parser.add_argument("--summary", type=Path, help="only print what such a file says; no GPU")
-    parser.add_argument(
-        "--judge",
-        type=Path,
-        nargs="+",
-        metavar="CSV",
-        help="what would serve each problem of such files, had it not been timed",
-    )
-    parser.add_argument(
-        "--ship", type=Path, nargs="+", metavar="CSV", help="write the times of such files for serving; no GPU"
-    )
-    parser.add_argument(
-        "--losses", type=Path, nargs="+", metavar="CSV", help="write what our choices lose in such files; no GPU"
-    )
-    parser.add_argument("--kernel", choices=list(DRAWS), default="attention", help="of --ship and --losses")
-    parser.add_argument("--out", type=Path, help="the file that these two write")
     asked = parser.parse_args()
     if asked.ship:
         write_times([row for path in asked.ship for row in read(path)], asked.kernel, asked.out)

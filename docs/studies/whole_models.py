@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from docs.studies.flags import integers, positive, words
+from docs.studies.flags import flag, integers, parser_with, positive, words
 from tiledsched import configure
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, TiledschedError
@@ -621,52 +621,52 @@ def to_text(rows: Sequence[Row], asked: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = parser_with(
+        flag(
+            "--model",
+            type=words(tuple(MODELS)),
+            default=list(MODELS),
+            metavar="NAMES",
+            help=f"of {', '.join(MODELS)}; default: all",
+        ),
+        flag("--batch", type=integers, default=[1, 16], metavar="NUMBERS", help="sequences; default: 1,16"),
+        flag(
+            "--prompt",
+            type=integers,
+            default=[1024, 8192],
+            metavar="NUMBERS",
+            help="tokens of each prompt; default: 1024,8192",
+        ),
+        *(
+            flag(name, type=positive, default=default, metavar="N", help=f"{text}; default: {default}")
+            for name, default, text in (
+                ("--new-tokens", 32, "tokens generated"),
+                ("--rounds", 5, "samples of each phase"),
+                ("--layers", 8, "transformer blocks"),
+            )
+        ),
+        flag(
+            "--growing",
+            action="store_true",
+            help="make each round's prompt longer than the one before and its answer, as a conversation does: no "
+            "length comes twice",
+        ),
+        flag("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16"),
+        flag("--device", default="cuda"),
+        flag(
+            "--repeat",
+            type=positive,
+            metavar="N",
+            help="run everything in N fresh processes with empty homes; default: once, in this one",
+        ),
+        flag("--budget", type=float, metavar="SECONDS", help="start nothing more after this long (default: no limit)"),
+        flag("--no-compare", action="store_true", help="no comparison of logits and tokens"),
+        flag("--csv", metavar="FILE", help="where to write the rows, as they come"),
+        flag("--json", action="store_true", help="print rows, ratios and comparisons as JSON"),
+        flag("--run", type=positive, help=argparse.SUPPRESS),  # of a fresh process: which it is
         description="Run transformers with random weights under torch's attention and "
-        "tiledsched's; compare speed, logits and tokens."
+        "tiledsched's; compare speed, logits and tokens.",
     )
-    parser.add_argument(
-        "--model",
-        type=words(tuple(MODELS)),
-        default=list(MODELS),
-        metavar="NAMES",
-        help=f"of {', '.join(MODELS)}; default: all",
-    )
-    parser.add_argument("--batch", type=integers, default=[1, 16], metavar="NUMBERS", help="sequences; default: 1,16")
-    parser.add_argument(
-        "--prompt",
-        type=integers,
-        default=[1024, 8192],
-        metavar="NUMBERS",
-        help="tokens of each prompt; default: 1024,8192",
-    )
-    for name, default, text in (
-        ("--new-tokens", 32, "tokens generated"),
-        ("--rounds", 5, "samples of each phase"),
-        ("--layers", 8, "transformer blocks"),
-    ):
-        parser.add_argument(name, type=positive, default=default, metavar="N", help=f"{text}; default: {default}")
-    parser.add_argument(
-        "--growing",
-        action="store_true",
-        help="make each round's prompt longer than the one before and its answer, as a conversation does: no "
-        "length comes twice",
-    )
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--repeat",
-        type=positive,
-        metavar="N",
-        help="run everything in N fresh processes with empty homes; default: once, in this one",
-    )
-    parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="start nothing more after this long (default: no limit)"
-    )
-    parser.add_argument("--no-compare", action="store_true", help="no comparison of logits and tokens")
-    parser.add_argument("--csv", metavar="FILE", help="where to write the rows, as they come")
-    parser.add_argument("--json", action="store_true", help="print rows, ratios and comparisons as JSON")
-    parser.add_argument("--run", type=positive, help=argparse.SUPPRESS)  # of a fresh process: which it is
     return parser
 
 

@@ -118,7 +118,7 @@ class ProgramStore:
         if found is None:
             return None
         try:
-            return checked_artifact(unpacked(found[1]), arch, fingerprint, self.host_arch)
+            return checked_artifact(bytes(unpacked(found[1])), arch, fingerprint, self.host_arch)
         except (OSError, lzma.LZMAError, CompilerError, EOFError) as error:
             discard(path, str(error))
             return None

@@ -87,6 +87,12 @@ def print_wrapped(text: str, indent: str = "", *, hanging: str | None = None) ->
     print(wrapper.fill(text))
 
 
+def print_explained(text: str) -> None:
+    """Print explanations: each line is wrapped below its own text, right of its title."""
+    for line in text.splitlines():
+        print_wrapped(line, hanging=" " * 14)
+
+
 def print_lines(*lines: str) -> None:
     """Print indented paragraphs; those that are empty are left out."""
     for line in filter(None, lines):

@@ -26,7 +26,7 @@ from tiledsched.cli.app import (
     problem_options,
     target_option,
 )
-from tiledsched.cli.output import note, print_next
+from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core import KernelClass, Problem, blame, errors, registry, text
 from tiledsched.measure.nvml import UNNAMED
@@ -252,7 +252,7 @@ def explain(
     ]
     rows = [each.to_json() for each in found]
     # A single problem stands at the top, too, where scripts have always found it.
-    run.print({**rows[0], "rows": rows}, "\n\n".join(map(str, found)))
+    run.print({**rows[0], "rows": rows}, lambda: print_explained("\n\n".join(map(str, found))))
 
 
 def _device_here(names: Sequence[str], measured: Collection[str]) -> str:
@@ -340,7 +340,7 @@ def written_report(
     with run.open_db(read_only=True) if run.db or database_exists(settings.db) else TuningDB.open(":memory:") as db:
         found = []
         for arch in archs:
-            served = load_entries(settings, {arch})
+            served = load_entries(settings, {arch}, limit_s=None)
             made = build_report(
                 WithShipped(db, kernel, arch, served, None if only is None else set(only)),
                 arch,
@@ -349,7 +349,7 @@ def written_report(
                 device_name=device,
                 model_times=modelled_times(arch, kernel),
                 served=served,
-                serving=Serving.by_settings(settings, served, kernel, arch),
+                serving=Serving.by_settings(settings, kernel, arch),
             )
             found.append(made)
     return write_report(found, Path(folder))
@@ -402,13 +402,12 @@ def compare(
     tiledsched compare before after              # your last tune
     tiledsched compare fleet.db@H100 fleet.db@H200
     """
-    from tiledsched.report.compare import compare as compare_sides
     from tiledsched.report.comparison_page import write_comparison
-    from tiledsched.report.comparison_sources import Wanted, read_side
+    from tiledsched.report.comparison_sources import Wanted, compare_sources
     from tiledsched.report.comparison_text import verdict_of
 
     db, wanted = run.settings().db, Wanted(kernel=kernel, arch=arch or "", regime=regime or "")
-    found = compare_sides(read_side(a, db, wanted), read_side(b, db, wanted), threshold / 100)
+    found = compare_sources(a, b, db, wanted, threshold / 100)
     if not found.rows:
         why = next((f" ({reason})" for _, _, reason in found.unpaired), "")
         raise errors.ConfigError(

@@ -113,14 +113,15 @@ def read_bounded(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             os.set_blocking(file.fileno(), True)
-            data = bytearray()  # in parts, because a read sets aside all that it might bring
-            while len(data) <= most and (part := file.read(1 << 20)):
-                data += part
+            # In parts, because a read sets aside all that it might bring; the first has all of most files.
+            parts = [file.read(min(os.fstat(file.fileno()).st_size, most) + 1)]
+            while sum(map(len, parts)) <= most and (part := file.read(1 << 20)):
+                parts.append(part)
     except ValueError as error:  # NUL, or half a character
         raise OSError(errno.EINVAL, "no file can have this name") from error
-    if len(data) > most:
+    if sum(map(len, parts)) > most:
         raise TooLargeError(most)
-    return bytes(data)
+    return b"".join(parts)
 
 
 def check_plain(path: str | os.PathLike[str], data: bytes) -> bytes:
@@ -149,7 +150,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(str(error)) from error
 
 
-def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
+def unpacked(data: bytes, most: int = MOST_BYTES) -> bytearray:
     """The data that was compressed with xz.
 
     Raises:
@@ -165,7 +166,12 @@ def unpacked(data: bytes, most: int = MOST_BYTES) -> bytes:
             raise TooLargeError(most)
         data = b""
         if unpacker.eof:
-            return b"".join(parts)
+            whole = bytearray(size)  # which takes no memory before it is written: each part goes as it is copied
+            while parts:
+                part = parts.pop()
+                whole[size - len(part) : size] = part
+                size -= len(part)
+            return whole
         if unpacker.needs_input:
             raise EOFError("it ends early")
 

@@ -162,8 +162,9 @@ class Problem:
         return int(self._hash)
 
     def __lt__(self, other: Problem) -> bool:
-        return self._order() < other._order()
+        return self._order < other._order
 
+    @functools.cached_property
     def _order(self) -> tuple[Any, ...]:
         return self.kernel, tuple((type(value).__name__, value) for value in self.values.values())
 

@@ -98,10 +98,14 @@ class Schedule(Mapping[str, KnobValue]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
-    # Mapping would derive the next four from the two above, and take many times as long.
+    # Mapping would derive the next five from the two above, and take many times as long.
 
     def __contains__(self, name: object) -> bool:
         return name in self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a knob, or the default where the schedule has none of this name."""
+        return self._values.get(name, default)
 
     def keys(self) -> KeysView[str]:
         """Names of the knobs, in alphabetical order."""

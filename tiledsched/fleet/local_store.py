@@ -21,15 +21,8 @@ from tiledsched.core import Problem, canonical, errors, files
 from tiledsched.measure.runner import Device
 from tiledsched.store import host, writing
 from tiledsched.store.db import TuningDB
-from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, MeasurementRow, ToolchainRow, of_name
-from tiledsched.store.reading import (
-    build_of,
-    entry_of,
-    measurement_of,
-    select_builds,
-    select_entries,
-    select_measurements,
-)
+from tiledsched.store.models import DeviceRow, EntryRow, MeasurementRow, of_name
+from tiledsched.store.reading import select_measurements
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement
 
 Content = tuple[object, ...]
@@ -103,20 +96,22 @@ class LocalStore:
 
 def what_is_known(home: TuningDB, problem: Problem, arch: str) -> tuple[list[StoredMeasurement], list[Entry]]:
     """The evidence on a problem, what it is served, and the newest winners of other problems of its kernel."""
-    with home.reading() as session:
+    with home.rows() as (session, rows):
         newest = (
             sa.select(EntryRow.id)
             .where(of_name(problem.kernel), EntryRow.arch == arch, EntryRow.provenance == "measured")
             .order_by(EntryRow.id.desc())
             .limit(MOST_ALIKE)
         )
-        alike = EntryRow.id.in_(session.scalars(newest).all())
-        served = sa.and_(EntryRow.problem_id == problem.id, EntryRow.arch == arch)
-        entries = [entry_of(*row) for row in session.execute(select_entries().where(sa.or_(alike, served)))]
+        alike = ", ".join(str(number) for number in session.scalars(newest) if isinstance(number, int))
+        words = {"problem": problem.id, "arch": arch}
+        entries = rows.entries(
+            words, f"WHERE r.id IN ({alike or 'NULL'}) OR r.problem_id = :problem AND r.arch = :arch"
+        )
         behind = MeasurementRow.uid.in_(sorted({entry.measurement.uid for entry in entries if entry.measurement}))
         of_problem = sa.and_(MeasurementRow.problem_id == problem.id, MeasurementRow.arch == arch)
-        rows = session.execute(select_measurements().where(sa.or_(of_problem, behind)))
-        return [measurement_of(*row) for row in rows], entries
+        found = session.execute(select_measurements().where(sa.or_(of_problem, behind)))
+        return list(rows.measurements(found)), entries
 
 
 def bring_home(path: Path, home: TuningDB, *, replaces: bool, known: Collection[Content] = ()) -> dict[str, int]:
@@ -173,21 +168,17 @@ def _content(entry: Entry) -> Content:
 
 def builds_of(db: TuningDB) -> list[BuildRecord]:
     """Every build."""
-    with db.reading() as session:
-        return [
-            build_of(*found, toolchain=row.toolchain)
-            for row in session.scalars(sa.select(ToolchainRow)).all()
-            for found in session.execute(select_builds().where(BuildRow.toolchain_id == row.id))
-        ]
+    with db.rows() as (_, rows):
+        return list(rows.builds({}, ""))
 
 
 def failures_of(db: TuningDB, arch: str | None = None, problem: Problem | None = None) -> list[Failed]:
     """Candidates that gave no usable measurement."""
     failures = db.failures(arch, problem)
-    names = {failed.device_name for failed in failures}
-    with db.reading() as session:
-        rows = session.execute(sa.select(DeviceRow.name, DeviceRow.device).where(DeviceRow.name.in_(sorted(names))))
-        devices = {row.name: row.device for row in rows}
+    names = sorted({failed.device_name for failed in failures})
+    with db.rows() as (session, rows):
+        ids = session.scalars(sa.select(DeviceRow.id).where(DeviceRow.name.in_(names)))
+        devices = {each.name: each for each in rows.parents("devices", ids).values()}
     return [(failed, devices.get(failed.device_name)) for failed in failures]
 
 

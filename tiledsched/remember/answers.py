@@ -5,16 +5,11 @@ every other result.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.config import Settings, warn_once
@@ -24,8 +19,9 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.remember.description import MARK, Call, Grid
-from tiledsched.store.limit import READ_TIMEOUT_S, Limit
-from tiledsched.store.location import database_exists, database_file, location, site_location
+from tiledsched.store.direct import reading
+from tiledsched.store.location import database_exists, location, site_location
+from tiledsched.store.rows import DAMAGE, read_json
 
 if TYPE_CHECKING:
     from tiledsched.store.records import BuildRecord, Entry
@@ -38,108 +34,23 @@ WRONG = FailureKind.WRONG_RESULT
 PASSING = (FailureKind.COMPILER_KILLED, FailureKind.GPU_LOST, FailureKind.WORKER_KILLED)
 """Failures that say nothing of the program, so that it is tried again."""
 
-MEASURED = """
-SELECT m.schedule_id, m.median_us, m.ci_low_us, m.ci_high_us, m.sample_count, m.accuracy IS NOT NULL, m.run_id
-FROM measurements m JOIN devices d ON d.id = m.device_id JOIN toolchains t ON t.id = m.toolchain_id
-WHERE m.problem_id = :problem AND m.kernel = :kernel AND m.source_hash = :source AND m.regime = 'burst'
-AND m.arch = :arch AND d.name = :device AND t.tileiras = :compiler ORDER BY m.id
+BUILT_BY = "JOIN toolchains t ON t.id = r.toolchain_id WHERE t.tileiras = :compiler"
+ON_DEVICE = "JOIN devices d ON d.id = r.device_id"
+MEASURED = f"""
+{ON_DEVICE} {BUILT_BY} AND r.problem_id = :problem AND r.kernel = :kernel AND r.source_hash = :source AND r.regime = 'burst'
+AND r.arch = :arch AND d.name = :device ORDER BY r.id
 """
-BUILT = """
-SELECT b.schedule_id, b.problem_class_id, b.fingerprint, b.failure_kind, b.failure_message
-FROM builds b JOIN toolchains t ON t.id = b.toolchain_id
-WHERE b.kernel = :kernel AND b.source_hash = :source AND b.arch = :arch AND t.tileiras = :compiler
-AND b.problem_class_id IN ({classes}) ORDER BY b.id
+BUILT = f"""
+{BUILT_BY} AND r.kernel = :kernel AND r.source_hash = :source AND r.arch = :arch AND r.problem_class_id IN ({{classes}})
+ORDER BY r.id
 """
-FAILED = """
-SELECT f.schedule_id, f.kind, f.message, r.command
-FROM failures f JOIN devices d ON d.id = f.device_id JOIN runs r ON r.id = f.run_id
-WHERE f.problem_id = :problem AND f.kernel = :kernel AND f.arch = :arch AND d.name = :device ORDER BY f.id
+FAILED = f"""
+{ON_DEVICE} WHERE r.problem_id = :problem AND r.kernel = :kernel AND r.arch = :arch AND d.name = :device ORDER BY r.id
 """
 SERVED = """
-SELECT e.schedule_id, e.source, e.source_hash, e.measurement_id FROM entries e
-WHERE e.problem_id = :problem AND e.kernel = :kernel AND e.arch = :arch AND e.device_name = :device
-AND e.compiler = :compiler AND e.regime = 'burst' AND e.provenance = 'measured'
+WHERE r.problem_id = :problem AND r.kernel = :kernel AND r.arch = :arch AND r.device_name = :device
+AND r.compiler = :compiler AND r.regime = 'burst' AND r.provenance = 'measured'
 """
-PROBLEMS = """
-SELECT p.id, p.dims FROM problems p WHERE p.kernel = :kernel ORDER BY p.id
-"""
-PLACES = """
-SELECT DISTINCT e.arch, e.device_name FROM entries e WHERE e.kernel = :kernel AND e.provenance = 'measured'
-"""
-
-
-Microseconds = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
-
-
-class ServedRow(NamedTuple):
-    """A row of :data:`SERVED`."""
-
-    schedule: str
-    source: str
-    source_hash: str
-    measurement: int | None
-
-
-class MeasuredRow(NamedTuple):
-    """A row of :data:`MEASURED`."""
-
-    schedule: str
-    median_us: Microseconds
-    ci_low_us: Microseconds
-    ci_high_us: Microseconds
-    samples: Annotated[int, msgspec.Meta(ge=0)]
-    checked: int | bool
-    run: int | None
-
-
-class BuiltRow(NamedTuple):
-    """A row of :data:`BUILT`."""
-
-    schedule: str
-    problem_class: str
-    fingerprint: str | None
-    failure: FailureKind | None
-    message: str | None
-
-
-class FailedRow(NamedTuple):
-    """A row of :data:`FAILED`."""
-
-    schedule: str
-    failure: FailureKind
-    message: str | None
-    command: dict[str, Any]
-
-
-class CalledProblem(NamedTuple):
-    """A row of :data:`PROBLEMS`."""
-
-    number: str
-    dims: dict[str, Any]
-
-
-Row = TypeVar("Row", ServedRow, MeasuredRow, BuiltRow, FailedRow, CalledProblem)
-
-
-class StoredRows:
-    """The rows of queries on one database. StoredRows that are not what the store writes are skipped, and counted in `skipped`.
-
-    Args:
-        run: runs a query with named values.
-    """
-
-    def __init__(self, run: Callable[[str, Mapping[str, Any]], Iterable[Any]]) -> None:
-        self._run, self.skipped = run, 0
-
-    def read(self, kind: type[Row], query: str, words: Mapping[str, Any]) -> Iterator[Row]:
-        """The rows of a query. Of the last column's JSON an SQLite file gives the text."""
-        for row in self._run(query, words):
-            try:
-                *others, last = row
-                of_json = kind in (FailedRow, CalledProblem) and isinstance(last, str)
-                yield msgspec.convert((*others, json.loads(last) if of_json else last), kind)
-            except (ValueError, RecursionError, msgspec.ValidationError):
-                self.skipped += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,53 +152,53 @@ class AnswerStore:
     def _read_database(self, url: str | None) -> Answers:
         try:
             return self._read_rows(url) if database_exists(url) else Answers()
-        except (DatabaseError, sqlite3.Error, ValueError) as error:
+        except (DatabaseError, ValueError) as error:
             warn_once(f"the stored results of {location(url)} cannot be read: {error}; they are measured again")
             return Answers()
 
     def _read_rows(self, url: str | None) -> Answers:
         call = self._call
-        with _queries(url) as run:
-            rows = StoredRows(run)
-            problem = self._of_this_call(rows.read(CalledProblem, PROBLEMS, self._words))
+        with reading(url) as rows:
+            stored = rows.read("problems", self._words, "WHERE r.kernel = :kernel ORDER BY r.id")
+            problem = self._of_this_call(rows.make("problems", stored, _values_of))
             if problem is None:
                 return Answers()
             found, words = Answers(problem=problem), {**self._words, "problem": problem.id}
-            for served in rows.read(ServedRow, SERVED, words):
-                found.entry = tuple(served)
+            for served in rows.read("entries", words, SERVED):
+                found.entry = (served.schedule_id, served.source, served.source_hash, served.measurement_id)
                 if served.source_hash == call.source:  # else of other code: it is replaced
-                    found.winner, found.space = served.schedule, served.source.rpartition(SPACE)[2]
-            for taken in rows.read(MeasuredRow, MEASURED, words):
-                found.times[taken.schedule] = StoredTime(
+                    found.winner, found.space = served.schedule_id, served.source.rpartition(SPACE)[2]
+            for taken in rows.read("measurements", words, MEASURED, "samples_us"):
+                found.times[taken.schedule_id] = StoredTime(
                     median_us=taken.median_us,
                     ci_low_us=taken.ci_low_us,
                     ci_high_us=taken.ci_high_us,
-                    samples=taken.samples,
-                    checked=bool(taken.checked),
-                    imported=taken.run is None,
+                    samples=taken.sample_count,
+                    checked=taken.accuracy is not None,
+                    imported=taken.run_id is None,
                 )
             classes = {grid: class_of(problem, grid).id for grid in set(call.grids)}
             here = {each: classes[call.grids[place]] for each, place in call.places.items()}
             built = BUILT.format(classes=", ".join(f"'{each}'" for each in sorted(classes.values())))  # hex digits
-            for build in rows.read(BuiltRow, built, words):
-                if here.get(build.schedule, build.problem_class) != build.problem_class:
+            for build in rows.read("builds", words, built):
+                schedule, program_class, kind = build.schedule_id, build.problem_class_id, build.failure_kind
+                if here.get(schedule, program_class) != program_class:
                     continue  # launched with another grid once
                 if build.fingerprint:
-                    found.programs[build.schedule] = build.problem_class, build.fingerprint
-                    found.failures.pop(build.schedule, None)
-                elif build.failure and build.failure not in PASSING:
-                    found.failures[build.schedule] = Failure(kind=build.failure, message=build.message or "")
-            for failed in rows.read(FailedRow, FAILED, words):
-                same = all(failed.command.get(word) == words[word] for word in ("source", "compiler"))
-                time = found.times.get(failed.schedule)
-                passing = failed.failure in PASSING
-                if same and not passing and (time is None or (failed.failure == WRONG and not time.checked)):
-                    found.times.pop(failed.schedule, None)
-                    found.failures[failed.schedule] = Failure(kind=failed.failure, message=failed.message or "")
-        if rows.skipped:
-            warn_once(
-                f"{rows.skipped} stored results in {location(url)} are damaged and left out; `tiledsched db check` names them"
-            )
+                    found.programs[schedule] = program_class, build.fingerprint
+                    found.failures.pop(schedule, None)
+                elif kind and kind not in PASSING:
+                    found.failures[schedule] = Failure(kind=kind, message=build.failure_message or "")
+            failures = list(rows.read("failures", words, FAILED))
+            commands = rows.parents("runs", (failed.run_id for failed in failures))
+            for failed in failures:
+                command, schedule = commands.get(failed.run_id, {}), failed.schedule_id
+                same = all(command.get(word) == words[word] for word in ("source", "compiler"))
+                time = found.times.get(schedule)
+                passing = failed.kind in PASSING
+                if same and not passing and (time is None or (failed.kind == WRONG and not time.checked)):
+                    found.times.pop(schedule, None)
+                    found.failures[schedule] = Failure(kind=failed.kind, message=failed.message)
         for schedule in found.times.keys() - found.programs.keys():
             if not found.times[schedule].imported:  # launched with another grid
                 del found.times[schedule]
@@ -340,8 +251,6 @@ class AnswerStore:
 
         Where another process stored an answer since `before` was read, that answer stays, and both processes give it.
         """
-        from tiledsched.store.database import DAMAGE
-
         try:
             self._write(found, before)
         except (DatabaseError, OSError, *DAMAGE) as error:
@@ -431,34 +340,15 @@ def stored_places(settings: Settings, call: Call) -> list[tuple[str, str]]:
     if not database_exists(settings.db):
         return []
     try:
-        with _queries(settings.db) as rows:
-            return sorted((arch, device) for arch, device in rows(PLACES, {"kernel": call.kernel}))
-    except (DatabaseError, sqlite3.Error):
+        with reading(settings.db) as rows:
+            found = rows.read(
+                "entries", {"kernel": call.kernel}, "WHERE r.kernel = :kernel AND r.provenance = 'measured'"
+            )
+            return sorted({(row.arch, row.device_name) for row in found})
+    except DatabaseError:
         return []
 
 
-@contextlib.contextmanager
-def _queries(url: str | None) -> Iterator[Any]:
-    """A function that runs a query with named values on the database at `url`."""
-    path = database_file(url)
-    if not path:
-        from sqlalchemy import text
-
-        from tiledsched.store.db import TuningDB
-
-        with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db, db.reading() as session:
-
-            def run(query: str, words: Mapping[str, Any]) -> Any:
-                used = {word: value for word, value in words.items() if f":{word}" in query}
-                return session.execute(text(query), used).all()
-
-            yield run
-        return
-    file = Path(path).absolute()
-    sealed = not os.access(file.parent, os.W_OK) and not os.path.exists(f"{file}-wal")
-    options, limit = "immutable=1" if sealed else "mode=ro", Limit(READ_TIMEOUT_S)
-    with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?{options}", uri=True, timeout=5)) as connection:
-        limit.watch(connection)
-        limit.begin()
-        with limit.explaining():
-            yield lambda query, words: connection.execute(query, dict(words)).fetchall()
+def _values_of(row: Any) -> tuple[str, dict[str, Any]]:
+    """The id of a stored problem, and its values."""
+    return row.id, read_json(dict, row.dims, "dims")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from datetime import datetime
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
@@ -101,23 +102,51 @@ class KnownTime:
         }
 
 
+class ProgramTime(NamedTuple):
+    """The time of a program as far as it is compared: there may be a million."""
+
+    schedule: str
+    """The schedule as people read it."""
+    fingerprint: str
+    """Fingerprint of the machine code."""
+    us: float
+    """Median time in microseconds."""
+    ci_low_us: float
+    """Lower end of its 95% interval."""
+    ci_high_us: float
+    """Upper end of that interval."""
+    uid: str
+    """Id of the measurement, which is the same in every database; empty for a report."""
+
+    @property
+    def timing(self) -> Timing:
+        """The time."""
+        return Timing(median_us=self.us, ci_low_us=self.ci_low_us, ci_high_us=self.ci_high_us)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two sets of evidence."""
+    """One of the two sets of evidence, or what one of them knows of some problems."""
 
     name: str
     """The SOURCE or SELECTOR as the user gave it."""
     best: Mapping[Key, KnownTime]
     """For each key of :func:`key_of` the time of what is served, or of the fastest program where nothing is served."""
-    programs: Mapping[tuple[Key, str], KnownTime]
-    """The newest time of every program, by key and machine code."""
+    programs: Mapping[Key, Mapping[str, ProgramTime]]
+    """The newest time of every program, by key and then by its machine code, or its schedule where that is not known."""
     estimates: Mapping[Key, KnownTime] = field(default_factory=dict)
     """Estimates of the performance model. Only a side without any measurement is compared by them."""
 
-    @property
-    def modelled(self) -> bool:
-        """Whether nothing on this side is measured."""
-        return not self.best
+    def by_problem(self) -> dict[str, Side]:
+        """What is known of each problem, by the problem's id."""
+        parts: dict[str, list[dict[Key, Any]]] = defaultdict(lambda: [{}, {}, {}])
+        for place, known in enumerate((self.best, self.programs, self.estimates)):
+            for key, one in known.items():
+                parts[key[0]][place][key] = one
+        return {
+            problem: Side(name=self.name, best=best, programs=programs, estimates=estimates)
+            for problem, (best, programs, estimates) in parts.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +165,9 @@ class Compared:
     """Upper end of that interval."""
     verdict: str
     """One of VERDICTS, or ESTIMATED."""
-    old_winner: KnownTime | None = None
+    old_winner: ProgramTime | None = None
     """B's time of the schedule that was A's best, where B timed it."""
-    new_winner: KnownTime | None = None
+    new_winner: ProgramTime | None = None
     """A's time of the schedule that is B's best, where A timed it."""
 
     @property
@@ -206,6 +235,12 @@ class Comparison:
     """Differences up to this share of the time count as none."""
     unpaired: tuple[tuple[str, KnownTime, str], ...] = ()
     """Times that could not be compared, each with its side, A or B, and why it could not."""
+
+    @cached_property
+    def several(self) -> tuple[bool, ...]:
+        """Whether its rows are of several regimes, accuracy classes, archs and kernels."""
+        names = "regime", "accum_mode", "arch", "kernel"
+        return tuple(len({getattr(row.b, name) for row in self.rows}) > 1 for name in names)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -281,15 +316,45 @@ def side_of(
         programs: everything measured, newest first.
         estimates: what the performance model says.
     """
-    newest: dict[tuple[Key, str], KnownTime] = {}
+    newest: dict[Key, dict[str, KnownTime]] = {}
     for one in programs:
-        newest.setdefault((key_of(one), one.fingerprint or one.schedule_id), one)
+        newest.setdefault(key_of(one), {}).setdefault(one.fingerprint or one.schedule_id, one)
     best: dict[Key, KnownTime] = {}
     for one in served:
         best.setdefault(key_of(one), one)
-    for key, one in _fastest(newest.values(), ON_ONE_GPU).items():
-        best.setdefault(key, one)
-    return Side(name=name, best=best, programs=newest, estimates=_fastest(estimates, ON_ONE_GPU))
+    for key, of in newest.items():
+        best.setdefault(key, min(of.values(), key=lambda each: each.us))
+    light = {
+        key: {
+            program: ProgramTime(
+                one.schedule, one.fingerprint, one.us, one.timing.ci_low_us, one.timing.ci_high_us, one.uid
+            )
+            for program, one in of.items()
+        }
+        for key, of in newest.items()
+    }
+    return Side(name=name, best=best, programs=light, estimates=_fastest(estimates, ON_ONE_GPU))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How two sides are compared, which what they know of all problems decides."""
+
+    width: int
+    """How many parts of :func:`key_of` two times have in common."""
+    modelled: tuple[bool, bool]
+    """Whether nothing is measured on A, and on B: such a side takes part with its estimates."""
+
+    @classmethod
+    def of(cls, measured: Sequence[Collection[Key]], estimated: Sequence[Collection[Key]]) -> Terms:
+        """The terms for two sides, given the keys of what is measured and of what is estimated on each.
+
+        Problems are matched on the same GPU model; where the two share none, on any.
+        """
+        a, b = ({key[ON_ANY_GPU:] for key in keys or others} for keys, others in zip(measured, estimated, strict=True))
+        nothing = not measured[0], not measured[1]
+        width = ESTIMATES if nothing[0] != nothing[1] else ON_ONE_GPU if a & b else ON_ANY_GPU
+        return cls(width=width, modelled=nothing)
 
 
 def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
@@ -298,44 +363,86 @@ def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
     Problems are matched on the same GPU model; where the two share none, on any. A side on which nothing is measured takes part
     with its estimates, which decide nothing.
     """
-    known = [side.estimates if side.modelled else side.best for side in (a, b)]
-    width = ON_ONE_GPU
-    if a.modelled != b.modelled:
-        width = ESTIMATES
-    elif not {key[ON_ANY_GPU:] for key in known[0]} & {key[ON_ANY_GPU:] for key in known[1]}:
-        width = ON_ANY_GPU
+    terms = Terms.of([a.best, b.best], [a.estimates, b.estimates])
+    of_a, of_b = a.by_problem(), b.by_problem()
+    no_a, no_b = (Side(name=side.name, best={}, programs={}) for side in (a, b))
+    parts = (
+        compare_parts(of_a.get(each, no_a), of_b.get(each, no_b), terms, threshold)
+        for each in dict.fromkeys((*of_a, *of_b))
+    )
+    return joined_parts(parts, a.name, b.name, threshold)
+
+
+def joined_parts(parts: Iterable[Comparison], a: str, b: str, threshold: float) -> Comparison:
+    """One comparison of those of different problems."""
+    parts = list(parts)
+    rows = [row for part in parts for row in part.rows]
+    rows.sort(key=lambda row: ((*VERDICTS, ESTIMATED).index(row.verdict), -row.ratio, row.b.problem))
+    unpaired = [one for part in parts for one in part.unpaired]
+    return Comparison(
+        a=a,
+        b=b,
+        threshold=threshold,
+        rows=tuple(rows),
+        drift=tuple(ratio for part in parts for ratio in part.drift),
+        unpaired=tuple(sorted(unpaired, key=lambda one: one[0])),
+    )
+
+
+def compare_parts(a: Side, b: Side, terms: Terms, threshold: float) -> Comparison:
+    """Compare what two sides know of some problems, on the terms for all of them. The rows are in no order."""
+    width = terms.width
+    known = [side.estimates if nothing else side.best for side, nothing in zip((a, b), terms.modelled, strict=True)]
     first, second = (_fastest(side.values(), width) for side in known)
-    in_a, in_b = (_schedules(side, width) for side in (a, b))
     rows = [
         judged(
             first[key],
             second[key],
             threshold,
-            old_winner=in_b.get((key, second[key].device, first[key].schedule)),
-            new_winner=in_a.get((key, first[key].device, second[key].schedule)),
+            old_winner=_program_of(b, key, second[key].device, first[key].schedule),
+            new_winner=_program_of(a, key, first[key].device, second[key].schedule),
         )
         for key in first
         if key in second
     ]
-    rows.sort(key=lambda row: ((*VERDICTS, ESTIMATED).index(row.verdict), -row.ratio, row.b.problem))
-    others = {(key[:width], program): one for (key, program), one in b.programs.items()}
-    both = [(one, others.get((key[:width], program))) for (key, program), one in a.programs.items()]
+    others: dict[Key, dict[str, ProgramTime]] = {}
+    for key, of in b.programs.items():
+        others.setdefault(key[:width], {}).update(of)
+    drift = (
+        theirs.us / one.us
+        for key, of in a.programs.items()
+        if (there := others.get(key[:width]))
+        for program, one in of.items()
+        if one.fingerprint and (theirs := there.get(program)) and not _one_measurement(one, theirs)
+    )
     return Comparison(
         a=a.name,
         b=b.name,
         rows=tuple(rows),
-        drift=tuple(b.us / a.us for a, b in both if b and a.fingerprint and not _one_measurement(a, b)),
+        drift=tuple(drift),
         threshold=threshold,
         unpaired=(
-            *(("A", one, why_unpaired(one, "B", b)) for key, one in first.items() if key not in second),
-            *(("B", one, why_unpaired(one, "A", a)) for key, one in second.items() if key not in first),
+            *(
+                ("A", one, why_unpaired(one, "B", b, terms.modelled[1]))
+                for key, one in first.items()
+                if key not in second
+            ),
+            *(
+                ("B", one, why_unpaired(one, "A", a, terms.modelled[0]))
+                for key, one in second.items()
+                if key not in first
+            ),
         ),
     )
 
 
-def _schedules(side: Side, width: int) -> dict[tuple[Key, str, str], KnownTime]:
-    """The times of a side by the first parts of their key, GPU and schedule."""
-    return {(key[:width], one.device, one.schedule): one for (key, _), one in side.programs.items()}
+def _program_of(side: Side, begin: Key, device: str, schedule: str) -> ProgramTime | None:
+    """The time of a schedule on a GPU, of the keys that begin like this."""
+    found = None
+    for key, of in side.programs.items():
+        if key[: len(begin)] == begin and key[-1] == device:
+            found = next((one for one in reversed([*of.values()]) if one.schedule == schedule), found)
+    return found
 
 
 def _fastest(known: Iterable[KnownTime], width: int) -> dict[Key, KnownTime]:
@@ -347,11 +454,11 @@ def _fastest(known: Iterable[KnownTime], width: int) -> dict[Key, KnownTime]:
     return found
 
 
-def why_unpaired(one: KnownTime, name: str, other: Side) -> str:
-    """Why a time has no partner on the other side, whose name is A or B."""
+def why_unpaired(one: KnownTime, name: str, other: Side, modelled: bool) -> str:
+    """Why a time has no partner on the other side, whose name is A or B, and on which all is modelled or some is measured."""
     there = [each for each in other.best.values() if each.problem_id == one.problem_id]
     if not there:
-        if not other.modelled and any(each.problem_id == one.problem_id for each in other.estimates.values()):
+        if not modelled and any(each.problem_id == one.problem_id for each in other.estimates.values()):
             return f"{name} has an estimate of this problem only, and no measurement"
         return f"{name} has no time of this problem"
     aspects: tuple[tuple[str, Callable[[KnownTime], str]], ...] = (
@@ -369,7 +476,7 @@ def why_unpaired(one: KnownTime, name: str, other: Side) -> str:
     return f"{name} has no time of this problem under the same conditions"
 
 
-def judged(a: KnownTime, b: KnownTime, threshold: float, **winners: KnownTime | None) -> Compared:
+def judged(a: KnownTime, b: KnownTime, threshold: float, **winners: ProgramTime | None) -> Compared:
     """Compare two times of one problem: is B slower, faster, the same within `threshold`, or are the two tied?
 
     The two medians are independent: their relative 95% half-widths add in quadrature. Slower and faster are what lies beyond the
@@ -397,7 +504,7 @@ def judged(a: KnownTime, b: KnownTime, threshold: float, **winners: KnownTime | 
     return Compared(a=a, b=b, ratio=ratio, low=low, high=high, verdict=verdict, **winners)
 
 
-def _one_measurement(a: KnownTime, b: KnownTime) -> bool:
+def _one_measurement(a: KnownTime | ProgramTime, b: KnownTime | ProgramTime) -> bool:
     """Whether both sides hold the very same measurement.
 
     The files of a report do not identify a measurement; there, three times that agree in six digits do.

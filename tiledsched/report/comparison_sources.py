@@ -6,13 +6,15 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tiledsched.core import data_files, registry
 from tiledsched.core.device import arch_named
@@ -22,10 +24,24 @@ from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.compare import KnownTime, Side, side_of
-from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike
+from tiledsched.report.compare import (
+    ON_ANY_GPU,
+    THRESHOLD,
+    Comparison,
+    Key,
+    KnownTime,
+    ProgramTime,
+    Side,
+    Terms,
+    compare_parts,
+    joined_parts,
+    side_of,
+)
+from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike, timed_as_now
 from tiledsched.store.exchange import read_table
 from tiledsched.store.location import database_exists
+from tiledsched.store.queries import TimedRow, TimedRows
+from tiledsched.store.reading import Circumstances
 from tiledsched.store.records import Entry, MeasurementSummary, StoredMeasurement
 
 SHIPPED = "shipped"
@@ -64,63 +80,253 @@ class Wanted:
         )
 
 
-Evidence = tuple[list[Entry], list[StoredMeasurement]]
+MOST_AT_ONCE = 20_000
+"""About so many measurements of each side are in memory at a time."""
 
 
-def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
-    """Read one side of a comparison.
+def compare_sources(a: str, b: str, db: str | None, wanted: Wanted, threshold: float = THRESHOLD) -> Comparison:
+    """Compare two sources, some problems at a time, because there may be a million measurements on each side.
 
     Args:
-        word: a SOURCE, a SELECTOR of the user's database over what ships, or SOURCE@SELECTOR. A source is a database (file or
+        a: a SOURCE, a SELECTOR of the user's database over what ships, or SOURCE@SELECTOR. A source is a database (file or
             URL), a table or landscape file, a folder of them, a report's folder, or `shipped`. A selector is a compiler version
             (or its beginning), a date or time (what was known at its end), `before` or `after` the last run of the database,
             an arch, or a part of a device's name.
+        b: the same.
         db: the user's database, as for `TuningDB.open`.
         wanted: which problems.
+        threshold: differences up to this share of the time count as none.
 
     Raises:
-        ConfigError: it is none of these, or nothing is measured there.
-        DatabaseError: it cannot be read.
+        ConfigError: a word is none of these, or nothing is measured there.
+        DatabaseError: a source cannot be read.
     """
-    source, selector = _split(word)
-    files = [each for each in (Path(source), Path(source) / "schedules.csv") if each.name.endswith("schedules.csv")]
-    schedules = next((each for each in files if each.is_file()), None) if source else None
-    if schedules is not None:
-        if selector:
-            raise ConfigError(f"{word}: a report is taken whole; compare a database instead, or leave out @{selector}")
+    with contextlib.ExitStack() as opened:
+        sources = functools.cache(lambda source: _source(source, db, wanted, opened))
+        sides = [_Evidence(word, sources, wanted) for word in (a, b)]
+        terms = None
+        while True:
+            said = sides[0].seen, sides[1].seen = _Seen(), _Seen()
+            parts, meant = [], terms
+            for problems in _parts(*(side.counts() for side in sides)):
+                known = [side.read(problems) for side in sides]
+                meant = meant or Terms.of([each.measured for each in said], [each.estimated for each in said])
+                nothing = [Side(name=side.name, best={}, programs={}) for side in sides]
+                for problem in problems:
+                    one, other = (of.get(problem, none) for of, none in zip(known, nothing, strict=True))
+                    parts.append(compare_parts(one, other, meant, threshold))
+            for side in sides:
+                side.check()
+            terms = Terms.of([each.measured for each in said], [each.estimated for each in said])
+            if terms == meant:  # what the first problems tell holds for all
+                return joined_parts(parts, a, b, threshold)
+
+
+def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
+    """All of one side of a comparison; the arguments and the errors are those of :func:`compare_sources`."""
+    with contextlib.ExitStack() as opened:
+        side = _Evidence(word, lambda source: _source(source, db, wanted, opened), wanted)
+        parts = [*side.read([*side.counts()]).values()]
+        side.check()
+        return Side(
+            name=word,
+            best={key: one for part in parts for key, one in part.best.items()},
+            programs={key: of for part in parts for key, of in part.programs.items()},
+            estimates={key: one for part in parts for key, one in part.estimates.items()},
+        )
+
+
+def _parts(*counts: Mapping[str, int]) -> Iterator[list[str]]:
+    """The problems of some sides, by their ids, as many at a time as may be in memory."""
+    part: list[str] = []
+    size = 0
+    for problem in dict.fromkeys(itertools.chain(*counts)):
+        part.append(problem)
+        size += max(each.get(problem, 0) for each in counts)
+        if size >= MOST_AT_ONCE:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+class _Seen:
+    """What was read of a side so far."""
+
+    def __init__(self) -> None:
+        self.measured: set[Key] = set()
+        self.estimated: set[Key] = set()
+        self.compilers: set[str] = set()
+        self.devices: set[str] = set()
+
+
+class _Source:
+    """Entries and measurements, by the id of their problem. Of measurements in a database, those of some problems are read at a
+    time, once for both sides.
+    """
+
+    def __init__(
+        self, entries: Iterable[Entry], measurements: Iterable[StoredMeasurement], stored: TimedRows | None = None
+    ) -> None:
+        self.entries: dict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            self.entries[entry.problem.id].append(entry)
+        self._rows: dict[Problem, list[TimedRow]] = defaultdict(list)
+        for each in measurements:
+            self._rows[each.measurement.problem].append(TimedRow.of(each))
+        self._stored = stored
+        self.problems = {each.id: each for each in (*(stored.problems if stored else ()), *self._rows)}
+        """The problems that are measured, by their ids."""
+        self.rows = functools.lru_cache(maxsize=1)(self._read)
+
+    def counts(self) -> dict[str, int]:
+        """At least the number of measurements of each problem that is known."""
+        stored = self._stored.counts if self._stored else {}
+        sizes = {
+            each: stored.get(problem, 0) + len(self._rows.get(problem, ())) for each, problem in self.problems.items()
+        }
+        return dict.fromkeys(self.entries, 0) | sizes
+
+    def began(self) -> datetime | None:
+        """When the last run began; None where no run is known."""
+        return self._stored.last_run_began() if self._stored else None
+
+    def devices(self) -> set[str]:
+        """The names of the GPUs on which something was measured, in lower case."""
+        served = (one.measurement.device.name for of in self.entries.values() for one in of if one.measurement)
+        stored = self._stored.devices() if self._stored else ()
+        rows = (row.shared.device.name for of in self._rows.values() for row in of)
+        return {name.lower() for name in (*served, *stored, *rows)}
+
+    def _read(self, ids: tuple[str, ...]) -> dict[str, list[TimedRow]]:
+        problems = [self.problems[each] for each in ids if each in self.problems]
+        stored = self._stored.read(problems) if self._stored else {}
+        rows = {each.id: [*stored.get(each, ()), *self._rows.get(each, ())] for each in problems}
+        return {each: sorted(of, key=lambda row: (row.created_at, row.uid), reverse=True) for each, of in rows.items()}
+
+
+class _Evidence:
+    """One side: what a word picks of a source."""
+
+    def __init__(self, word: str, source_of: Callable[[str], _Source], wanted: Wanted) -> None:
+        self.name, self._wanted, self.seen = word, wanted, _Seen()
+        source, self._selector = _split(word)
+        files = [each for each in (Path(source), Path(source) / "schedules.csv") if each.name.endswith("schedules.csv")]
+        schedules = next((each for each in files if each.is_file()), None) if source else None
+        self._report: dict[str, Side] = {}
+        self._source = _Source((), ())
+        if schedules is None:
+            self._source = source_of(source)
+            self._end = _end(self._source.began, self._selector)
+            names = self._source.devices()
+            self._of_device = any(self._selector.lower() in name for name in names)
+            return
+        if self._selector:
+            raise ConfigError(
+                f"{word}: a report is taken whole; compare a database instead, or leave out @{self._selector}"
+            )
         found = [one for one in _of_report(schedules) if wanted.holds(one.kernel, one.arch, one.regime)]
         measured = [one for one in found if not one.modelled]
-        side = side_of(word, [], measured, [one for one in found if one.modelled])
-    else:
-        entries, measurements = _evidence(source, db, wanted)
-        entries = [one for one in entries if wanted.holds(one.kernel, one.arch, one.regime)]
-        measurements = [
-            one
-            for one in timed_alike(measurements)
-            if wanted.holds(one.kernel, one.measurement.device.arch, one.measurement.regime)
-        ]
-        compilers = sorted({one.toolchain.tileiras for one in measurements})
-        devices = sorted({one.measurement.device.name for one in measurements})
-        entries, measurements = _selected(entries, measurements, selector)
-        side = side_of(
-            word,
-            map(_of_entry, for_compiler((one for one in entries if one.measurement), "")),
-            map(_of_stored, sorted(measurements, key=lambda one: (one.created_at, one.uid), reverse=True)),
-            [_of_entry(one) for one in entries if one.measurement is None and one.model_us],
-        )
-        if not _usable(side) and selector:
+        self._report = side_of(word, [], measured, [one for one in found if one.modelled]).by_problem()
+
+    def counts(self) -> dict[str, int]:
+        """At least the number of measurements of each problem that is known."""
+        return dict.fromkeys(self._report, 0) | self._source.counts()
+
+    def read(self, problems: Sequence[str]) -> dict[str, Side]:
+        """What is known of some problems, by their ids."""
+        rows = self._source.rows(tuple(problems))
+        found = {each: self._report[each] for each in problems if each in self._report}
+        for each in problems:
+            if each in rows or each in self._source.entries:
+                found[each] = self._side(
+                    self._source.problems.get(each), self._source.entries.get(each, ()), rows.get(each, ())
+                )
+        for side in found.values():
+            self.seen.measured.update(side.best)
+            self.seen.estimated.update(side.estimates)
+        return found
+
+    def check(self) -> None:
+        """Raise ConfigError where nothing was read that can be compared: measured, or estimated for one arch."""
+        seen = self.seen
+        if seen.measured or len({key[ON_ANY_GPU] for key in seen.estimated}) == 1:
+            return
+        if self._selector:
             raise ConfigError(
-                f"{word}: nothing of {selector!r} is measured there; it has the compilers {_some(compilers)} and "
-                f"the devices {_some(devices)}"
+                f"{self.name}: nothing of {self._selector!r} is measured there; it has the compilers "
+                f"{_some(sorted(seen.compilers))} and the devices {_some(sorted(seen.devices))}"
             )
-    if not _usable(side):
-        raise ConfigError(f"{word}: nothing is measured there that was asked for; give {ACCEPTED}")
-    return side
+        raise ConfigError(f"{self.name}: nothing is measured there that was asked for; give {ACCEPTED}")
+
+    def _side(self, problem: Problem | None, entries: Sequence[Entry], rows: Sequence[Any]) -> Side:
+        """What is known of one problem."""
+        shared = {id(row.shared): row.shared for row in rows}.values()
+        holds = self._wanted.holds
+        entries = [one for one in entries if holds(one.kernel, one.arch, one.regime)]
+        if not all(timed_as_now(each.regime, each.conditions) for each in shared):
+            rows = timed_alike(cast(Any, rows))
+        self.seen.compilers.update(each.toolchain.tileiras for each in shared)
+        self.seen.devices.update(each.device.name for each in shared)
+        entries, rows = self._selected(entries, rows)
+        served = map(_of_entry, for_compiler((one for one in entries if one.measurement), ""))
+        side = side_of(
+            self.name, served, (), [_of_entry(one) for one in entries if one.measurement is None and one.model_us]
+        )
+        best, programs = dict(side.best), dict[Key, dict[str, ProgramTime]]()
+        fastest: dict[Key, TimedRow] = {}
+        keys: dict[tuple[int, str], Key] = {}
+        for row in rows:
+            mode, words, number = _said(row.schedule)
+            key = keys.get((id(row.shared), mode))
+            if key is None:
+                assert problem is not None  # it is measured
+                key = keys[id(row.shared), mode] = _key_of(problem, row.shared, mode)
+            program = row.fingerprint or number
+            of = programs.setdefault(key, {})
+            if program not in of:
+                us, low, high = row.timing
+                of[program] = ProgramTime(words, row.fingerprint, us, low, high, row.uid)
+                if key not in fastest or row.timing[0] < fastest[key].timing[0]:
+                    fastest[key] = row
+        for key, row in fastest.items():
+            if key not in best and problem is not None:
+                best[key] = _of_row(problem, row)
+        return replace(side, best=best, programs=programs)
+
+    def _selected(self, entries: Sequence[Entry], rows: Sequence[TimedRow]) -> tuple[list[Entry], Sequence[Any]]:
+        """The evidence that the selector picks. Where it names no compiler, each problem and GPU is taken with its newest one."""
+        selector = self._selector
+        if self._end is not None:
+            # What was served then is not kept: the fastest of what was measured by then stands for it.
+            known_then = [row for row in rows if row.created_at < self._end]
+            return [one for one in entries if one.measurement is None], of_one_compiler(cast(Any, known_then), "")
+        if VERSION.fullmatch(selector):
+            fits = re.compile(rf"{re.escape(selector)}(\..*)?").fullmatch
+            left = [row for row in rows if fits(row.shared.toolchain.tileiras)]
+            return [one for one in entries if fits(one.compiler)], left
+        if not selector:
+            return list(entries), of_one_compiler(cast(Any, rows), "")
+        word, arch = selector.lower(), arch_named(selector)
+        if self._of_device:
+            served = [one for one in entries if one.measurement and word in one.measurement.device.name.lower()]
+            left = [row for row in rows if word in row.shared.device.name.lower()]
+        else:  # it names an arch, or a GPU of which only estimates are known
+            served = [one for one in entries if one.arch == (word if one.measurement else arch)]
+            left = [row for row in rows if row.shared.device.arch == word]
+        return served, of_one_compiler(cast(Any, left), "")
 
 
-def _usable(side: Side) -> bool:
-    """Whether a side can be compared: something is measured on it, or it is estimated for one arch."""
-    return bool(side.best) or len({one.arch for one in side.estimates.values()}) == 1
+def _key_of(problem: Problem, shared: Circumstances, accum_mode: str) -> Key:
+    """The key of :func:`key_of` for what was timed under some circumstances."""
+    timed = "" if timed_as_now(shared.regime, shared.conditions) else "graphs"
+    return problem.id, accum_mode, shared.regime, timed, shared.device.arch, shared.device.name
+
+
+@functools.cache
+def _said(schedule: Schedule) -> tuple[str, str, str]:
+    """The accumulators of a schedule, the schedule as people read it, and its id."""
+    return str(schedule.get("accum_mode", "fp32")), schedule.short(), schedule.id
 
 
 def _split(word: str) -> tuple[str, str]:
@@ -135,15 +341,16 @@ def _split(word: str) -> tuple[str, str]:
     return "", word
 
 
-def _evidence(source: str, db: str | None, wanted: Wanted) -> Evidence:
-    """The evidence of a source; without one that of the user's database over what ships."""
+def _source(source: str, db: str | None, wanted: Wanted, opened: contextlib.ExitStack) -> _Source:
+    """The evidence of a source; without one that of the user's database over what ships. Databases are left open."""
     if source in ("", SHIPPED):
         tables = sorted((data_files.tuning_db() / "tables").glob("*/*.json"))
         shipped = _read(
-            path for path in tables if wanted.kernel in ("", path.parent.name) and wanted.arch in ("", path.stem)
+            (path for path in tables if wanted.kernel in ("", path.parent.name) and wanted.arch in ("", path.stem)),
+            wanted,
         )
-        own = _stored(db, wanted) if not source and database_exists(db) else ([], [])
-        return [*own[0], *shipped[0]], [*own[1], *shipped[1]]
+        own = _stored(db, wanted, opened) if not source and database_exists(db) else ((), None)
+        return _Source([*own[0], *shipped[0]], shipped[1], own[1])
     path = Path(os.path.expanduser(source))
     if "://" not in source and (os.path.isdir(path) or source.endswith(TABLES)):
         found = (
@@ -151,58 +358,42 @@ def _evidence(source: str, db: str | None, wanted: Wanted) -> Evidence:
         )
         if not found:
             raise ConfigError(f"{path} holds no table and no landscape; give {ACCEPTED}")
-        return _read(found)
+        return _Source(*_read(found, wanted))
     if not database_exists(source):
         raise ConfigError(f"there is no database at {source}; give {ACCEPTED}")
-    return _stored(source, wanted)
+    entries, stored = _stored(source, wanted, opened)
+    return _Source(entries, (), stored)
 
 
-def _read(paths: Iterable[Path]) -> Evidence:
+def _read(paths: Iterable[Path], wanted: Wanted) -> tuple[list[Entry], list[StoredMeasurement]]:
     entries: list[Entry] = []
     measurements: dict[str, StoredMeasurement] = {}
     for path in paths:
         table = read_table(path)
         entries += table.entries
-        measurements |= {one.uid: one for one in table.measurements}
+        measurements |= {
+            one.uid: one
+            for one in table.measurements
+            if wanted.holds(one.kernel, one.measurement.device.arch, one.measurement.regime)
+        }
     return entries, list(measurements.values())
 
 
-def _stored(url: str | None, wanted: Wanted) -> Evidence:
+def _stored(url: str | None, wanted: Wanted, opened: contextlib.ExitStack) -> tuple[list[Entry], TimedRows]:
     from tiledsched.store.db import TuningDB
 
-    with TuningDB.open(url, read_only=True) as db:
-        return db.entries(arch=wanted.arch or None, kernel=wanted.kernel or None), db.measurements(
-            arch=wanted.arch or None, kernel=wanted.kernel or None, regime=wanted.regime or None
-        )
+    db = opened.enter_context(TuningDB.open(url, read_only=True))
+    entries = db.entries(arch=wanted.arch or None, kernel=wanted.kernel or None)
+    return entries, opened.enter_context(db.timed_rows(wanted.kernel, wanted.arch, wanted.regime))
 
 
-def _selected(
-    entries: Sequence[Entry], measurements: Sequence[StoredMeasurement], selector: str
-) -> tuple[list[Entry], list[StoredMeasurement]]:
-    """The evidence that a selector picks. Where it names no compiler, each problem and GPU is taken with its newest one."""
-    end = _end(measurements, selector)
-    if end is not None:
-        # What was served then is not kept: the fastest of what was measured by then stands for it.
-        return [one for one in entries if one.measurement is None], of_one_compiler(
-            [one for one in measurements if one.created_at < end], ""
-        )
-    if VERSION.fullmatch(selector):
-        fits = re.compile(rf"{re.escape(selector)}(\..*)?").fullmatch
-        left = [one for one in measurements if fits(one.toolchain.tileiras)]
-        return [one for one in entries if fits(one.compiler)], left
-    if not selector:
-        return list(entries), of_one_compiler(measurements, "")
-    word, arch = selector.lower(), arch_named(selector)
-    left = [one for one in measurements if word in one.measurement.device.name.lower()]
-    served = [one for one in entries if one.measurement is not None and word in one.measurement.device.name.lower()]
-    if not left and not served:  # it names an arch, or a GPU of which only estimates are known
-        left = [one for one in measurements if one.measurement.device.arch == selector.lower()]
-        served = [one for one in entries if one.arch == (selector.lower() if one.measurement else arch)]
-    return served, of_one_compiler(left, "")
+def _end(began: Callable[[], datetime | None], selector: str) -> datetime | None:
+    """The moment up to which a selector takes measurements; None for one that names no moment.
 
-
-def _end(measurements: Sequence[StoredMeasurement], selector: str) -> datetime | None:
-    """The moment up to which a selector takes measurements; None for one that names no moment."""
+    Args:
+        began: says when the last run began.
+        selector: the selector.
+    """
     if DATE.fullmatch(selector):
         try:
             moment = datetime.fromisoformat(selector).replace(tzinfo=timezone.utc)
@@ -211,21 +402,35 @@ def _end(measurements: Sequence[StoredMeasurement], selector: str) -> datetime |
         return moment if len(selector) > len("2026-11-22") else moment + timedelta(days=1)
     if selector not in (BEFORE, AFTER):
         return None
-    newest = max(
-        (one for one in measurements if one.run_id), key=lambda one: (one.created_at, one.run_id), default=None
-    )
-    if newest is None:
+    first = began()
+    if first is None:
         raise ConfigError(
             f"{selector!r} asks for the last tune, and no tune has measured anything there; give {ACCEPTED}"
         )
-    if selector == AFTER:
-        return datetime.max.replace(tzinfo=timezone.utc)
-    return min(one.created_at for one in measurements if one.run_id == newest.run_id)
+    return first if selector == BEFORE else datetime.max.replace(tzinfo=timezone.utc)
 
 
-def _of_stored(stored: StoredMeasurement) -> KnownTime:
-    one = stored.measurement
-    return _known(one, stored.summary, compiler=stored.toolchain.tileiras, regime=one.regime)
+def _of_row(problem: Problem, row: TimedRow) -> KnownTime:
+    """The time of a measured program."""
+    mode, words, number = _said(row.schedule)
+    shared = row.shared
+    median, low, high = row.timing
+    return KnownTime(
+        arch=shared.device.arch,
+        device=shared.device.name,
+        **_named(problem),
+        schedule_id=number,
+        schedule=words,
+        accum_mode=mode,
+        fingerprint=row.fingerprint,
+        timing=Timing(median_us=median, ci_low_us=low, ci_high_us=high),
+        uid=row.uid,
+        when=row.created_at,
+        gpu=shared.device,
+        conditions=shared.conditions,
+        compiler=shared.toolchain.tileiras,
+        regime=shared.regime,
+    )
 
 
 def _of_entry(entry: Entry) -> KnownTime:
@@ -235,8 +440,8 @@ def _of_entry(entry: Entry) -> KnownTime:
     return _known(entry, entry.measurement, compiler=entry.compiler, regime=regime, ties=ties)
 
 
-def _known(one: Any, taken: MeasurementSummary | None, **more: Any) -> KnownTime:
-    """The time of a measurement or an entry: measured, or, where `taken` is None, the entry's estimate."""
+def _known(one: Entry, taken: MeasurementSummary | None, **more: Any) -> KnownTime:
+    """The time of an entry: measured, or, where `taken` is None, its estimate."""
     us = taken.median_us if taken else one.model_us or 0.0
     low, high = (taken.ci_low_us, taken.ci_high_us) if taken else (us, us)
     return KnownTime(

@@ -137,14 +137,8 @@ def _listed(names: Iterable[str]) -> str:
 
 def label_of(known: KnownTime, found: Comparison) -> str:
     """The problem as people read it, with the regime, accuracy class and arch where the comparison has several of them."""
-    rows = found.rows
-    parts = (
-        (known.regime, {row.b.regime for row in rows}),
-        (f"{known.accum_mode} accumulators", {row.b.accum_mode for row in rows}),
-        (known.arch, {row.b.arch for row in rows}),
-        (known.kernel, {row.b.kernel for row in rows}),
-    )
-    marks = [words for words, several in parts if len(several) > 1]
+    words = known.regime, f"{known.accum_mode} accumulators", known.arch, known.kernel
+    marks = [word for word, several in zip(words, found.several, strict=True) if several]
     return f"{known.problem} ({', '.join(marks)})" if marks else known.problem
 
 

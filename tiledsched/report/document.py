@@ -124,12 +124,12 @@ class ExplorerCase:
     """Whether its numbers were measured, in a sentence."""
     measured: bool
     """Whether they were."""
-    next: tuple[str, str]
+    next: str
     """The command to run next, as code, and what it does."""
     facts: Sequence[tuple[str, str, str]]
     """What a reader wants to know first: what it is, the figure, and what there is to add."""
-    lead: str
-    """What else is to be said of it; text between backticks is code."""
+    lead: Sequence[tuple[str, str]]
+    """What else is to be said of it, each with its title; text between backticks is code."""
     target: str
     """The words of a command that name the kernel and the case."""
     pair: Sequence[str]
@@ -330,15 +330,15 @@ def _markdown(block: Block, drawn: Collection[str]) -> str:
         return f"![{_plain(block.text)}]({file})" if file in drawn else ""
     if isinstance(block, Explorer):
         case = block.cases[block.first]
-        command, why = case.next
         pictures = [
             f"![{view.heading}]({view.name}.svg)\n\n{_plain(f'{view.caption} {case.notes.get(view.name, str())}')}"
             for view, _ in block.drawn()
             if f"{view.name}.svg" in drawn
         ]
         figures = Table(head=("", "", ""), rows=case.facts)
-        said = [f"**{_plain(case.status)}**", f"Next: {_plain(f'{command} {why}')}", f"# {_plain(case.title)}"]
-        return "\n\n".join([*said, _markdown(figures, drawn), *filter(None, [_plain(case.lead)]), *pictures])
+        said = [f"**{_plain(case.status)}**", f"Next: {_plain(case.next)}", f"# {_plain(case.title)}"]
+        lead = [f"{title}: {_plain(text)}" for title, text in case.lead]
+        return "\n\n".join([*said, _markdown(figures, drawn), *lead, *pictures])
     marks = ["---:" if block.numeric(column) else "---" for column in range(len(block.head))]
     lines = [block.head, marks, *block.rows]
     cells = ((_plain(cell).replace("|", "\\|") for cell in line) for line in lines)
@@ -466,10 +466,9 @@ def _html(block: Heading | Paragraph | Table | Chart | Explorer, own_id: str = "
 
 def _top(case: ExplorerCase) -> str:
     """The first lines of a case: whether it was measured, what to run next, and what it is."""
-    command, why = case.next
     return (
         f'<p class="{"measured" if case.measured else "warning"}">{_inline(case.status)}</p>'
-        f'<p class="next"><b>Next:</b> {_inline(command)} {_inline(why)}</p><h1>{_inline(case.title)}</h1>'
+        f'<p class="next"><b>Next:</b> {_inline(case.next)}</p><h1>{_inline(case.title)}</h1>'
     )
 
 
@@ -483,7 +482,8 @@ def _facts(case: ExplorerCase) -> str:
         )
 
     cards = "".join(card(*fact) for fact in case.facts)
-    return f"<dl>{cards}</dl>" + (f'<p class="lead">{_inline(case.lead)}</p>' if case.lead else "")
+    lead = "".join(f'<p class="lead"><b>{title}:</b> {_inline(text)}</p>' for title, text in case.lead)
+    return f"<dl>{cards}</dl>{lead}"
 
 
 def _figure(view: View) -> str:

@@ -109,6 +109,7 @@ def build_report(
         regime=regime,
         device_name=device_name or "",
         elsewhere=reading.found - reading.taken,
+        left_out=db.left_out if isinstance(db, WithShipped) else 0,
         measured=_section(MEASURED, measured, tile),
         modelled=_section(MODELLED, [_with_error(one, arch) for one in modelled], tile),
         unmeasured=tuple(
@@ -424,8 +425,11 @@ class _Desk:
 
     def _answers(self, key: LandscapeKey, wanted: bool = True) -> tuple[Served | None, Served | None]:
         """What is served for a problem on a device and, where `wanted`, what would be without tuning: finding that takes long."""
-        wanted = wanted and not self.kernel.is_called
-        return self.serving.served(*key), self.serving.served(*key, tuned=False) if wanted else None
+        served = self.serving.served(*key)
+        if self.kernel.is_called or not wanted:
+            return served, None
+        tuned = served is not None and served.provenance == MEASURED
+        return served, self.serving.served(*key, tuned=False) if tuned else served
 
     def _write_up(
         self,

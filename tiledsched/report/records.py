@@ -195,8 +195,8 @@ class ProblemReport:
     level: frozenset[Schedule] = frozenset()
     """Timed schedules that cannot be told apart from the leader."""
     untuned: Untuned | None = None
-    """What would be served without tuning, and what it costs; None where the lookup knows nothing, and for problems that ship
-    of which little but the winner has a time.
+    """What would be served without tuning, and what it costs: what is served, where nothing was tuned. None where the lookup
+    knows nothing, and for problems that ship of which little but the winner has a time.
     """
     whole: bool = False
     """Whether all of the search space has a time, but for programs that spill registers."""
@@ -403,6 +403,8 @@ class Report:
     """The only device in the report; empty where all devices of the arch are."""
     elsewhere: int
     """Number of measurements on this arch that were left out because of their regime, device, compiler or way of timing."""
+    left_out: int
+    """Number of problems that are known and not in the report, because there are too many."""
     measured: Section
     """Problems with measurements."""
     modelled: Section

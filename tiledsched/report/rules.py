@@ -69,23 +69,26 @@ class Rule:
     """What the rule saves where it and one value for all name different values that both have a time: the difference of the two
     times over the problem's best, a mean over problems left out. None where there are too few such problems.
     """
+    holds: tuple[frozenset[ProblemReport], ...]
+    """The problems for which the condition of each part holds."""
     misses: frozenset[ProblemReport]
     """The problems for which the first value that it names is not good."""
 
     @property
     def text(self) -> str:
-        """The rule in words, such as `TILE`: 64 where `columns` is up to 512; 128 where `columns` is from 1024."""
+        """The rule in words, such as `TILE`: 64 where `columns` ≤ 512; 128 where `columns` ≥ 1024."""
         return self._text(MOST_VALUES)
 
-    @property
-    def brief(self) -> str:
-        """The rule in words, with the first value of each part alone."""
-        return self._text(1)
+    def brief(self, one: ProblemReport) -> str:
+        """The rule in words, with the first value of each part alone, and a mark at the one for a problem."""
+        return self._text(1, one)
 
-    def _text(self, most: int) -> str:
+    def _text(self, most: int, here: ProblemReport | None = None) -> str:
         conditions: dict[str, list[str]] = {}
+        own = {values[0] for (_, values, _), held in zip(self.parts, self.holds, strict=True) if here in held}
         for condition, values, _ in self.parts:
-            conditions.setdefault(" or ".join(values[:most]), []).append(condition)
+            mark = " (here)" if values[0] in own else ""
+            conditions.setdefault(" or ".join(values[:most]) + mark, []).append(condition)
         alone = [f"{values} where {each[0]}" for values, each in conditions.items() if len(each) == 1]
         rest = [f"{values} elsewhere" for values, each in conditions.items() if len(each) > 1]
         return f"{' x '.join(map(code, self.knob))}: {'; '.join([*alone, *rest])}"
@@ -94,6 +97,12 @@ class Rule:
     def score(self) -> str:
         """How often the rule is right, in words."""
         return f"right for {self.right} of {self.problems} problems left out; one value for all: {self.constant_right}"
+
+    @property
+    def shares(self) -> str:
+        """The same as shares of the problems."""
+        own, constant = (f"{number / self.problems:.0%}" for number in (self.right, self.constant_right))
+        return f"right for {own}, one value for all for {constant}"
 
 
 def best_by_value(one: ProblemReport, knob: Knob) -> dict[tuple[KnobValue, ...], float]:
@@ -144,7 +153,7 @@ def _conditions(problems: Sequence[ProblemReport]) -> Iterator[tuple[str, str, B
         elif numbers:
             steps = list(itertools.pairwise(distinct))
             tried = [
-                (f"{called} is up to {low}", f"{called} is from {high}", [bool(each <= low) for each in values])
+                (f"{called} ≤ {low}", f"{called} ≥ {high}", [bool(each <= low) for each in values])
                 for low, high in steps[:: math.ceil(len(steps) / MOST_THRESHOLDS) or 1]
             ]
         else:
@@ -221,9 +230,15 @@ def _sums(*leaves: Numbers) -> Numbers:
 
 
 def _both(first: Leaf, second: Leaf) -> Leaf:
-    """Where two conditions hold; the second alone says it where it implies the first."""
-    implied = bool(first[1][second[1]].all())
-    return second[0] if implied else f"{first[0]} and {second[0]}", first[1] & second[1]
+    """Where two conditions hold; the second alone says it where it implies the first. Two ends of one field are a range."""
+    bits = first[1] & second[1]
+    if bool(first[1][second[1]].all()):
+        return second[0], bits
+    low, high = sorted((first[0], second[0]), key=lambda words: " ≤ " in words)
+    called, *least = low.split(" ≥ ")
+    if least and high.startswith(f"{called} ≤ "):
+        return f"{least[0]} ≤ {high}", bits
+    return f"{first[0]} and {second[0]}", bits
 
 
 def _rule(knob: Knob, problems: Sequence[ProblemReport], trees: _Trees, chance: float) -> Rule | None:
@@ -268,6 +283,10 @@ def _rule(knob: Knob, problems: Sequence[ProblemReport], trees: _Trees, chance: 
     gained = statistics.fmean(saved) if len(saved) >= FEWEST_OF_PART else None
     if by_chance > chance or (gained is not None and gained <= AS_GOOD):
         return None
+
+    def those(bits: Bits) -> frozenset[ProblemReport]:
+        return frozenset(one for one, each in zip(problems, bits, strict=True) if each)
+
     parts, missed = [], np.zeros(len(times), dtype=bool)
     for words, bits in made[depth]:
         often = good[bits & known].sum(axis=0)
@@ -284,7 +303,8 @@ def _rule(knob: Knob, problems: Sequence[ProblemReport], trees: _Trees, chance: 
         right=int(right.sum()),
         constant_right=int(constant.sum()),
         saved=gained,
-        misses=frozenset(one for one, each in zip(problems, missed, strict=True) if each),
+        holds=tuple(those(bits) for _, bits in made[depth]),
+        misses=those(missed),
     )
 
 

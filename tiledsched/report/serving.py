@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError, SpaceError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.serve.chain import Served
-from tiledsched.serve.entries import table_of
+from tiledsched.serve.entries import load_table
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.evidence import of_kernel
-from tiledsched.store.records import Entry
 
 
 class Serving:
@@ -29,12 +27,12 @@ class Serving:
         self._table = functools.cache(table_of)
 
     @classmethod
-    def by_settings(cls, settings: Settings, entries: Sequence[Entry], kernel: KernelClass, arch: str) -> Serving:
+    def by_settings(cls, settings: Settings, kernel: KernelClass, arch: str) -> Serving:
         """The lookup that commands use: over the entries of every layer, with what settings request. Rivals are left out of it,
         because they decide which function is called, and not which schedule is served.
         """
-        mine = of_kernel(entries, kernel)
-        return cls(arch, lambda mode: table_of(mine, replace(settings, accum_mode=mode, rivals="off"), kernel=kernel))
+        of_mode = functools.partial(replace, settings, rivals="off")
+        return cls(arch, lambda mode: load_table(of_mode(accum_mode=mode), kernel=kernel, archs={arch}))
 
     def served(self, problem: Problem, device_name: str, accum_mode: str, *, tuned: bool = True) -> Served | None:
         """What `explain` serves on a device; an empty name stands for any of the arch. Without `tuned`, what it would serve if

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiledsched")
 T = TypeVar("T")
+MOST_PROBLEMS = 150
+"""Problems beside those that ship that a report is on, at most, unless it is told which."""
 
 
 class WithShipped:
@@ -73,6 +75,20 @@ class WithShipped:
             others = {uid: one for uid, one in self._shipped.items() if _conditions_of(one) not in whole}
             self._shipped = others | {stored.uid: stored for stored in found}
             self._artifacts |= {(each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch}
+        self._measured = Counter(stored.measurement.problem for stored in self._shipped.values())
+        self._measured += Counter(
+            {each: n for each, n in db.measured_problems(arch, kernel).items() if self._is_reported(each)}
+        )
+        ship = {stored.measurement.problem for stored in self._shipped.values()}
+        ship |= {entry.problem for entry in self._entries if entry.layer == "shipped"}
+        own = {*self._measured, *(entry.problem for entry in self._entries)} - ship
+        self.left_out = max(0, len(own) - MOST_PROBLEMS) if only is None else 0
+        """The number of problems that are known and not reported."""
+        if self.left_out:
+            self._only = ship | _choice(own, self._measured)
+            self._entries = [entry for entry in self._entries if entry.problem in self._only]
+            self._shipped = {uid: one for uid, one in self._shipped.items() if one.measurement.problem in self._only}
+            self._measured = Counter({each: n for each, n in self._measured.items() if each in self._only})
 
     def _is_reported(self, problem: Problem) -> bool:
         return self._only is None or problem in self._only
@@ -83,10 +99,7 @@ class WithShipped:
 
     def measured_problems(self, arch: str, kernel: KernelClass) -> dict[Problem, int]:
         """The problems that were measured, with at least as many measurements as there are of each."""
-        own = Counter(
-            {each: n for each, n in self._db.measured_problems(arch, kernel).items() if self._is_reported(each)}
-        )
-        return own + Counter(stored.measurement.problem for stored in self._shipped.values())
+        return self._measured
 
     def measurements_by_problem(
         self, arch: str, kernel: KernelClass, choose: Choose | None = None, *, above: int = 0
@@ -101,10 +114,9 @@ class WithShipped:
         def choose_own(problem: Problem, rows: Iterable[PlainRow]) -> Collection[int] | None:
             return choose(problem, rows) if choose and problem not in shipped else None
 
-        for problem, own in self._db.measurements_by_problem(arch, kernel, choose_own, above=above):
-            if self._is_reported(problem):
-                every = {stored.uid: stored for stored in (*shipped.pop(problem, ()), *own)}
-                yield problem, _newest_first(every.values())
+        for problem, own in self._db.measurements_by_problem(arch, kernel, choose_own, above=above, only=self._only):
+            every = {stored.uid: stored for stored in (*shipped.pop(problem, ()), *own)}
+            yield problem, _newest_first(every.values())
         for problem, found in shipped.items():
             yield problem, _newest_first(found)
 
@@ -127,6 +139,16 @@ class WithShipped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
+
+
+def _choice(problems: Iterable[Problem], measured: Mapping[Problem, int]) -> set[Problem]:
+    """The problems that a report is on where it cannot be on all: those that were measured most, and as many others, evenly
+    spread over the sizes.
+    """
+    ranked = sorted(problems, key=lambda each: (-measured[each], each))
+    first, others = ranked[: MOST_PROBLEMS // 2], sorted(ranked[MOST_PROBLEMS // 2 :])
+    room = MOST_PROBLEMS - len(first)
+    return {*first, *(others[place * len(others) // room] for place in range(room))}
 
 
 def _read_each(read: Callable[[Path], T], paths: Iterable[Path]) -> Iterator[T]:

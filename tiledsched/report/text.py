@@ -167,6 +167,7 @@ def _all_problems(report: Report, after: str) -> list[Block]:
         Paragraph(text=first, warning=not measured, measured=measured),
         *(Paragraph(text=each) for each in rest),
         *([Paragraph(text=text)] if (text := next_step(report)) else []),
+        *([Paragraph(text=_left_out(report))] if report.left_out else []),
     ]
     for section in (report.measured, report.modelled):
         problems = explored(section.problems)
@@ -194,6 +195,17 @@ def _all_problems(report: Report, after: str) -> list[Block]:
             if spec is not None:
                 blocks += [Chart(name=f"{kind}-{name}", spec=spec, text=spec["title"]["text"]), Paragraph(text=text)]
     return blocks
+
+
+def _left_out(report: Report) -> str:
+    """Which problems the report is on, of a database that knows more of them than a page can show."""
+    known = len({one.problem for one in report.problems} | {entry.problem for entry in report.unmeasured})
+    every = plural(known + report.left_out, "problem")
+    return (
+        f"{every} of this kernel are known. This report is on {known:,} of them: those that ship, those that were measured most, "
+        "and others evenly spread over the sizes. `tiledsched report --seen` is on the problems that your programs called, and "
+        "`tiledsched db query` finds the others."
+    )
 
 
 def _few(problems: Sequence[ProblemReport], after: str) -> list[Block]:

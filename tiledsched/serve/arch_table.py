@@ -7,7 +7,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tiledsched.build.toolchain import takes_hints
@@ -58,6 +58,9 @@ class ArchTable:
     policy: TransferParameters = NEAR_KIND
     """How problems that were not measured are served from others of their kind."""
 
+    base: ArchTable | None = None
+    """The table over which this one lies; see :meth:`over`."""
+
     def __post_init__(self) -> None:
         self.arch = self.space.arch
         self.spec = arch_spec(self.arch) if self.arch in ARCHS else None
@@ -99,13 +102,16 @@ class ArchTable:
                 continue
             if measured:
                 covered.add(place)
+            if not takes_hints(self.compiler, entry.schedule):
+                continue
             ours, second = entry.arch == self.arch, entry.runner_up
-            if takes_hints(self.compiler, entry.schedule) and (ours or measured):
-                yield entry.replace(
-                    schedule=self.space.complete(entry.schedule),
-                    runner_up=second if second is not None and takes_hints(self.compiler, second) else None,
-                    provenance=entry.provenance if ours else "transferred",
-                )
+            changed: dict[str, Any] = {} if ours else {"provenance": "transferred"}
+            if second is not None and not takes_hints(self.compiler, second):
+                changed["runner_up"] = None
+            if (whole := self.space.complete(entry.schedule)) != entry.schedule:
+                changed["schedule"] = whole
+            if ours or measured:
+                yield entry.replace(**changed) if changed else entry
 
     def measured_for(self, problem: Problem, device_name: str) -> Entry | None:
         """What was measured for this very problem, on the device of this name if possible; None where nothing was."""
@@ -117,20 +123,32 @@ class ArchTable:
         )
 
     def without(self, problem: Problem) -> ArchTable:
-        """This table, as if neither the problem nor another one that is the same work had an entry."""
+        """This table, as if neither the problem nor another one that is the same work had been measured."""
         similarity, spills = self.kernel.similarity, self.spills
         kind = similarity.kind(problem)
         equal = {problem} | {
-            entry.problem
-            for entry in (*self.alike(problem), *self.modelled)
-            if similarity.kind(entry.problem) == kind and similarity.distance(entry.problem, problem) == 0
+            entry.problem for entry in self.alike(problem) if similarity.distance(entry.problem, problem) == 0
         }
         other = copy.copy(self)
-        other.spills, other.problems = spills, self.problems - equal
-        other.modelled = [entry for entry in self.modelled if entry.problem not in equal]
+        other.spills, other.problems = spills, (self.problems - equal) | {entry.problem for entry in self.modelled}
         other.measured = [entry for entry in self.measured if entry.problem not in equal]
         other._by_kind = self._by_kind | {kind: [entry for entry in self.alike(problem) if entry.problem not in equal]}
         other._by_problem = {each: of for each, of in self._by_problem.items() if each not in equal}
+        return other
+
+    def over(self, entries: Sequence[Entry]) -> ArchTable:
+        """This table with other entries for the problems of these."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        other = ArchTable(**{**own, "entries": entries, "base": self})
+        there = {entry.problem for entry in entries}
+        other.problems |= self.problems - there
+        other.modelled += [entry for entry in self.modelled if entry.problem not in there]
+        other.measured += [entry for entry in self.measured if entry.problem not in there]
+        other._by_problem = {**self._by_problem, **{each: [] for each in there}, **other._by_problem}
+        for kind, alike in self._by_kind.items():
+            other._by_kind[kind] += [entry for entry in alike if entry.problem not in there]
+        for schedule, problems in self._gated.items():
+            other._gated[schedule] += problems
         return other
 
     def alike(self, problem: Problem) -> Sequence[Entry]:
@@ -151,11 +169,13 @@ class ArchTable:
     @functools.cached_property
     def spills(self) -> Spills:
         """What is known of programs that spill registers or do not build."""
-        return self.spills_of(self.arch)
+        return self.base.spills if self.base else self.spills_of(self.arch)
 
     @functools.cached_property
     def timed(self) -> TimedProblems | None:
         """The problems on which rivals were timed; None where no such times ship."""
+        if self.base and not any(entry.rivals for entry in self.entries):
+            return self.base.timed
         return timed_problems(self.kernel, self.arch, self.measured, lambda p: self.modelled_us(p, self.default(p)))
 
     def modelled_us(self, problem: Problem, schedule: Schedule) -> float:

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiledsched import __version__
-from tiledsched.build.sealed import read_sealed, write_sealed
-from tiledsched.build.store import default_cache_folder
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
-from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import DatabaseError
-from tiledsched.core.problem import KernelClass
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
 from tiledsched.serve.lookup import LookupTable
-from tiledsched.store.evidence import clocks_of, of_kernel, precedence
+from tiledsched.serve.stored import StoredEntries, StoredSpills
+from tiledsched.store.direct import reading
+from tiledsched.store.evidence import clocks_of, distinct, of_kernel, precedence
 from tiledsched.store.limit import READ_TIMEOUT_S
 from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
-from tiledsched.store.shipped import read_copy, read_shipped_entries, write_copy
-from tiledsched.store.spills import Spills, joined, shipped_spills
+from tiledsched.store.rows import kernel_condition
+from tiledsched.store.shipped import read_shipped_entries
+from tiledsched.store.spills import Spills, shipped_spills
 
 log = logging.getLogger("tiledsched")
 TABLES = (".json", ".json.xz")
 """Endings of the names of table files."""
-SETTLED_NS = 2_000_000_000
-"""Nanoseconds for which a database has to stay as it is before it is copied: file systems tell times in steps, so that a change
-may leave size and time as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +43,8 @@ class Layer:
     """Its file, folder or URL."""
     entries: Sequence[Entry]
     """The layer's entries."""
+    stored: StoredEntries | None = None
+    """Reads the entries near a problem, where they are too many to read all of them; None where `entries` are all."""
     error: str = ""
     """Why some or all of the layer cannot be read; empty where all can. Other layers are served in any case."""
 
@@ -58,13 +53,22 @@ class Layer:
         return {"layer": self.name, "where": self.where, "entries": len(self.entries), "error": self.error or None}
 
 
-def layers(settings: Settings, archs: Collection[str] | None = None, kernel: KernelClass | str = "") -> list[Layer]:
+def layers(
+    settings: Settings,
+    archs: Collection[str] | None = None,
+    kernel: KernelClass | str = "",
+    *,
+    near: bool = False,
+    limit_s: float | None = READ_TIMEOUT_S,
+) -> list[Layer]:
     """All layers, each of which lies over those before it: what ships, the bundle in use, the site's and the user's.
 
     Args:
         settings: names the site's layer and the user's database.
         archs: read shipped tables of these archs only, which saves time; None for all.
         kernel: read entries of this kernel, or of this name, only; empty for all.
+        near: leave the entries of a large database there, and give what reads those near a problem.
+        limit_s: how long reading a database may take, in seconds; None for any time.
 
     Raises:
         DatabaseError: the user's database cannot be read, and a flag named it. Any other layer that cannot be read is left out
@@ -79,9 +83,9 @@ def layers(settings: Settings, archs: Collection[str] | None = None, kernel: Ker
         found.append(Layer(name="bundle", where=str(bundle), entries=mine))
     site = site_location(settings.site)
     if site is not None:
-        found.append(_site(site, kernel, settings))
+        found.append(_site(site, kernel, near, limit_s))
     if database_exists(settings.db):
-        found.append(_stored("user", settings.db, kernel, settings))
+        found.append(_stored("user", settings.db, kernel, near, limit_s))
     for layer in found:
         if layer.error and layer.name == "user" and settings.sources.get("db") == "--db":
             raise DatabaseError(layer.error)
@@ -113,7 +117,7 @@ def _read(paths: Sequence[Path], read: Callable[[Path], Sequence[Entry]], kernel
     return entries, errors
 
 
-def _site(where: str, kernel: str, settings: Settings) -> Layer:
+def _site(where: str, kernel: str, near: bool, limit_s: float | None) -> Layer:
     """The site's layer, which may be a database, a table, or a folder of tables."""
     path = Path(os.path.expanduser(where))
     if os.path.isdir(path):
@@ -121,7 +125,7 @@ def _site(where: str, kernel: str, settings: Settings) -> Layer:
     elif where.endswith(TABLES):
         paths = [path]
     else:
-        return _stored("site", where, kernel, settings)
+        return _stored("site", where, kernel, near, limit_s)
     from tiledsched.store.exchange import read_table
 
     entries, errors = _read(paths, lambda table: read_table(table).entries, kernel)
@@ -131,66 +135,40 @@ def _site(where: str, kernel: str, settings: Settings) -> Layer:
     return Layer(name="site", where=where, entries=entries, error=error)
 
 
-def _stored(name: str, url: str | None, kernel: str, settings: Settings) -> Layer:
-    """A layer in a database. If it is a file, its entries of a kernel are copied to the cache folder, and the first call of a
-    process reads the copy, in a tenth of the time, while the file stays as it is."""
-    where = location(url)
-    copy, state = _copy_path(name, where, kernel, settings), _state(where) if kernel else None
-    known = read_sealed(copy, dict[str, Any]) if state else None
-    if known is not None and known[0]["state"] == state:
-        return Layer(name=name, where=where, entries=read_copy(known[1]))
+def _stored(name: str, url: str | None, kernel: str, near: bool, limit_s: float | None) -> Layer:
+    """A layer in a database. With `near`, entries of a kernel that has many of them are read when a problem asks for them."""
+    found = location(url)
+    where, error = found.rpartition("@")[2] if "://" in found else found, ""  # without its password
     entries: Sequence[Entry] = ()
-    error = ""
     try:
-        from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
-
-        with TuningDB.open(url, read_only=True, limit_s=READ_TIMEOUT_S) as db:
-            where = db.url if "://" in where else where  # without its password
-            entries = db.entries(kernel=kernel or None)
+        with reading(url, limit_s) as rows:
+            rows.layer = name
+            stored = StoredEntries(url, kernel, rows) if near else None
+            if stored is not None and stored.many:
+                return Layer(name=name, where=where, entries=(), stored=stored)
+            condition, words = kernel_condition(kernel)
+            entries = distinct(rows.entries(words, f"WHERE {condition}"))
     except DatabaseError as raised:
-        where = where.rpartition("@")[2] if "://" in where else where
         error = f"the {name}'s layer ({where}) cannot be read: {raised}"
-    if not error and _is_settled(state):
-        write_sealed(copy, {"state": state}, write_copy(entries, "").encode())
     return Layer(name=name, where=where, entries=entries, error=error)
 
 
-def _copy_path(name: str, where: str, kernel: str, settings: Settings) -> Path:
-    """The file that keeps a copy of a layer's entries of a kernel."""
-    key = stable_id([name, os.path.abspath(where), kernel, __version__], 40)
-    return default_cache_folder(settings.cache) / "entries" / key
-
-
-def _state(where: str) -> list[list[int]] | None:
-    """Sizes and times of the files of a database; None where it is none in a file. A change of the database changes them."""
-    if "://" in where:
-        return None
-    found = []
-    for path in (where, f"{where}-wal"):
-        with contextlib.suppress(OSError, ValueError):
-            status = os.stat(os.path.expanduser(path))
-            if status.st_size:  # a log that was written back is empty, or gone
-                found.append([status.st_ino, status.st_size, status.st_mtime_ns])
-    return found or None
-
-
-def _is_settled(state: list[list[int]] | None) -> bool:
-    """Whether a database in a file has been as it is for long enough to be copied."""
-    return bool(state) and time.time_ns() - max(each[-1] for each in state or ()) > SETTLED_NS
-
-
 def load_entries(
-    settings: Settings, archs: Collection[str] | None = None, kernel: KernelClass | str = ""
+    settings: Settings,
+    archs: Collection[str] | None = None,
+    kernel: KernelClass | str = "",
+    *,
+    limit_s: float | None = READ_TIMEOUT_S,
 ) -> list[Entry]:
     """The entries that all layers serve together. The arguments are those of :func:`layers`."""
-    return combined(layers(settings, archs, kernel))
+    return combined(layers(settings, archs, kernel, limit_s=limit_s))
 
 
-def combined(of: Sequence[Layer]) -> list[Entry]:
+def combined(of: Sequence[Layer], seen_mhz: Mapping[str, int] | None = None) -> list[Entry]:
     """The entries that layers serve together: for each key the one of strongest provenance, and among equals one whose clock was
-    not held down, and then the uppermost.
+    not held down, and then the uppermost. `seen_mhz` has the clocks of further entries.
     """
-    seen_mhz = clocks_of(entry for layer in of for entry in layer.entries)
+    seen_mhz = clocks_of((entry for layer in of for entry in layer.entries), seen_mhz or {})
     found: dict[tuple[Place, str], Entry] = {}
     for layer in of:
         for entry in layer.entries:
@@ -203,7 +181,7 @@ def combined(of: Sequence[Layer]) -> list[Entry]:
 def load_table(
     settings: Settings, *, kernel: KernelClass, archs: Collection[str] | None = None, spaces: Sequence[SearchSpace] = ()
 ) -> LookupTable:
-    """The lookup table of a kernel.
+    """The lookup table of a kernel. Of a database with many entries of it, those near a problem are read when it is looked up.
 
     Args:
         settings: layers, regime, accuracy class and forced knobs. A kernel ignores forced knobs that it does not have.
@@ -211,7 +189,9 @@ def load_table(
         archs: read shipped tables of these archs only; None for all.
         spaces: search spaces in place of the kernel's own.
     """
-    return table_of(load_entries(settings, archs, kernel), settings, kernel=kernel, spaces=spaces)
+    found = layers(settings, archs, kernel, near=True)
+    near = Near(found, kernel) if any(layer.stored for layer in found) else None
+    return table_of(combined(found), settings, kernel=kernel, spaces=spaces, near=near)
 
 
 def table_of(
@@ -221,9 +201,10 @@ def table_of(
     kernel: KernelClass,
     spaces: Sequence[SearchSpace] = (),
     compiler: str | None = None,
+    near: Near | None = None,
 ) -> LookupTable:
     """The lookup table of a kernel over some entries. The other arguments are those of :func:`load_table`; `compiler` is the
-    version that builds what is served, None for the one of this machine.
+    version that builds what is served, None for the one of this machine; `near` gives further entries.
     """
     forced = {name: value for name, value in settings.knobs.items() if name in known_knobs(kernel)}
     return LookupTable(
@@ -233,11 +214,46 @@ def table_of(
         accum_mode=settings.accum_mode,
         forced=forced,
         spaces=spaces,
+        near=near,
         rivals=settings.rivals == "serve",
         compiler=compiler_at_hand() if compiler is None else compiler,
         at_hand=lambda: _bundled(kernel),
         spills_of=lambda arch: known_spills(kernel, settings, arch),
     )
+
+
+class Near:
+    """The entries of all layers that lie near a problem, where databases hold too many to read all of them.
+
+    Args:
+        found: the layers.
+        kernel: whose entries these are.
+    """
+
+    def __init__(self, found: Sequence[Layer], kernel: KernelClass) -> None:
+        self._layers, self._kernel = found, kernel
+        self.raced = any(layer.stored.raced for layer in found if layer.stored)
+        """Whether rivals were timed for any of the entries that are in databases."""
+        self.seen_mhz: dict[str, int] = {}
+        """By the name of each GPU, the highest clock behind the entries that are in databases."""
+        for layer in found:
+            for name, clock in (layer.stored.seen_mhz if layer.stored else {}).items():
+                self.seen_mhz[name] = max(clock, self.seen_mhz.get(name, 0))
+
+    def entries(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
+        """The entries near a problem, or only its own, together with those that other layers have for the same problems."""
+        stored = [layer.stored.near(problem, alone=alone) if layer.stored else [] for layer in self._layers]
+        own = [of_kernel(some, self._kernel) for some in stored]
+        problems = {entry.problem for some in own for entry in some}
+        whole = [
+            replace(layer, entries=[*(each for each in layer.entries if each.problem in problems), *some])
+            for layer, some in zip(self._layers, own, strict=True)
+        ]
+        return combined(whole, self.seen_mhz)
+
+    def device_names(self, arch: str) -> set[str]:
+        """The GPUs of an arch on which something was measured."""
+        return {name for layer in self._layers if layer.stored for name in layer.stored.device_names(arch)}
 
 
 def known_spills(kernel: KernelClass, settings: Settings, arch: str) -> Spills:
@@ -251,32 +267,12 @@ def known_spills(kernel: KernelClass, settings: Settings, arch: str) -> Spills:
         bundle = usable_bundle(kernel)
         if bundle is not None and bundle.programs_of(kernel, arch):  # what was chosen when it was made is what it holds
             return bundle.spills.get(kernel.name, {}).get(arch, {})
-    learnt = stored_spills(settings, kernel=kernel.name, source_hash=kernel.source_hash(), arch=arch)
-    return joined(shipped_spills(kernel.name, arch, compiler), learnt)
-
-
-def stored_spills(settings: Settings, **of: str) -> Spills:
-    """What the user's database knows of programs that spill or do not build under the compiler of this machine; `of` is as for
-    :meth:`tiledsched.store.db.TuningDB.spills`. It is copied to the cache folder, as entries are."""
-    compiler = compiler_at_hand()
+    shipped = shipped_spills(kernel.name, arch, compiler)
     if not (compiler and database_exists(settings.db)):
-        return {}
-    where = location(settings.db)
-    copy, state = _copy_path("spills", where, f"{compiler} {sorted(of.items())}", settings), _state(where)
-    known = read_sealed(copy, dict[str, Any]) if state else None
-    if known is not None and known[0]["state"] == state:
-        copied: Spills = json.loads(known[1])
-        return copied
-    from tiledsched.store.db import TuningDB  # imports SQLAlchemy, which takes half a second
-
-    try:
-        with TuningDB.open(settings.db, read_only=True, limit_s=READ_TIMEOUT_S) as db:
-            found = db.spills(compiler, **of)
-    except DatabaseError:  # which a warning has said, when its entries were read
-        return {}
-    if _is_settled(state):
-        write_sealed(copy, {"state": state}, json.dumps(found).encode())
-    return found
+        return shipped
+    return StoredSpills(
+        settings.db, compiler, shipped, {"kernel": kernel.name, "source_hash": kernel.source_hash(), "arch": arch}
+    )
 
 
 def _bundled(kernel: KernelClass) -> set[str]:

@@ -55,15 +55,22 @@ class LookupTable:
         entries: every entry that may be served; those of other kernels are ignored.
         kernel: the kernel.
         spaces: search spaces to use in place of the kernel's own.
+        near: gives those near a problem of further entries (:class:`tiledsched.serve.entries.Near`).
         options: what else decides, by the names of the fields of :class:`ArchTable`.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], kernel: KernelClass, *, spaces: Sequence[SearchSpace] = (), **options: Any
+        self,
+        entries: Sequence[Entry],
+        kernel: KernelClass,
+        *,
+        spaces: Sequence[SearchSpace] = (),
+        near: Any = None,
+        **options: Any,
     ) -> None:
-        self.kernel, self._options = kernel, options
+        self.kernel, self._options, self._near = kernel, options, near
         self._spaces = {space.arch: space for space in spaces}
-        self._seen_mhz = clocks_of(entries)
+        self._seen_mhz = clocks_of(entries, near.seen_mhz if near else {})
         self._by_arch: dict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
             if entry.kernel == kernel.name:
@@ -73,7 +80,8 @@ class LookupTable:
 
     def device_names(self, arch: str) -> list[str]:
         """The GPUs of an arch on which something was measured."""
-        return sorted({entry.device_name for entry in self._by_arch.get(arch, ()) if entry.device_name})
+        names = {entry.device_name for entry in self._by_arch.get(arch, ()) if entry.device_name}
+        return sorted(names | (self._near.device_names(arch) if self._near else set()))
 
     def known_arch(self, arch: str) -> bool:
         """Whether the kernel has a search space for `arch`."""
@@ -91,14 +99,15 @@ class LookupTable:
         return other
 
     def without(self, problem: Problem, arch: str) -> LookupTable:
-        """This table, as if neither the problem nor another one that is the same work had an entry of the arch."""
+        """This table, as if neither the problem nor another one that is the same work had been measured."""
         other = copy.copy(self)
-        other._tables, other._answers = self._tables | {arch: self._of_arch(arch).without(problem)}, {}
+        other._tables, other._answers = self._tables | {arch: self._around(problem, arch).without(problem)}, {}
+        other._near = None
         return other
 
     def spills(self, arch: str) -> Spills:
         """What is known of programs of an arch that spill registers or do not build."""
-        return self._of_arch(arch).spills
+        return joined(self._of_arch(arch).spills)
 
     def resolve(self, problem: Problem, arch: str, device_name: str = "") -> Served:
         """What is served for a problem.
@@ -112,8 +121,12 @@ class LookupTable:
             SpaceError: the arch has no search space.
             ConfigError: a forced knob makes the schedule invalid.
         """
-        question = Question(problem=problem, table=self._of_arch(arch), device_name=device_name)
-        served = find(EXACT, question) or self._shared(question) or find(GUESSES, question, NOT_MEASURED)
+        question = Question(problem=problem, table=self._around(problem, arch, alone=True), device_name=device_name)
+        served = find(EXACT, question)
+        if self._near and (served is None or self._near.raced):
+            question.table = self._around(problem, arch)
+            served = find(EXACT, question)
+        served = served or self._shared(question) or find(GUESSES, question, NOT_MEASURED)
         assert served is not None, "there always is a default"
         return refined(AT_LAST, question, served)
 
@@ -151,6 +164,14 @@ class LookupTable:
         served = self._answers[key]
         return None if question.table.space.unworkable(served.schedule, question.problem) else served
 
+    def _around(self, problem: Problem, arch: str, *, alone: bool = False) -> ArchTable:
+        """What is known on an arch, with the further entries near a problem, or only its own."""
+        table = self._of_arch(arch)
+        if self._near is None:
+            return table
+        found = [each for each in self._near.entries(problem, alone=alone) if each.arch in same_code(arch)]
+        return table.over(found) if found else table
+
     def _of_arch(self, arch: str) -> ArchTable:
         """What is known on an arch.
 
@@ -161,8 +182,13 @@ class LookupTable:
             self._tables[arch] = ArchTable(
                 kernel=self.kernel,
                 space=self._spaces.get(arch) or space_for(arch, self.kernel),
-                entries=[each for of in (arch, SAME_CODE.get(arch, "")) for each in self._by_arch.get(of, ())],
+                entries=[each for of in same_code(arch) for each in self._by_arch.get(of, ())],
                 seen_mhz=self._seen_mhz,
                 **self._options,
             )
         return self._tables[arch]
+
+
+def same_code(arch: str) -> tuple[str, ...]:
+    """An arch, and the one whose machine code it runs as well."""
+    return (arch, SAME_CODE[arch]) if arch in SAME_CODE else (arch,)

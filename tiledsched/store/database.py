@@ -20,14 +20,14 @@ from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.store import engine as engines
 from tiledsched.store.health import problems_found
 from tiledsched.store.limit import Limit
+from tiledsched.store.reading import rows_of
+from tiledsched.store.rows import DAMAGE, RowReader
 from tiledsched.store.views import create_view
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What making records raises where a row does not hold what was written."""
 CONFLICTS = ("40001", "40P01", "23505")
 """PostgreSQL's codes for conflicts of transactions: not serialisable, deadlock, the same row inserted twice."""
 TRIES = 6
@@ -201,6 +201,14 @@ class Database:
         """
         with self._explained(*damage), Session(self._engine) as session:
             yield session
+
+    @contextmanager
+    def rows(self) -> Iterator[tuple[Session, RowReader]]:
+        """A session for queries and a reader of what they find. Where some rows are damaged, a warning says so at the end."""
+        with self.reading(*DAMAGE) as session:
+            rows = rows_of(session, self._url.database or self.url if self.url.startswith("sqlite") else self.url)
+            yield session, rows
+            rows.warn()
 
     def write(self, work: Callable[[Session], T], *kernels: str) -> T:
         """Do `work` in one write transaction, and again where another writer is in conflict with it.

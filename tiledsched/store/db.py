@@ -7,51 +7,33 @@ threads, but not across a fork. Times are UTC. All methods raise DatabaseError w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import JSON, delete, select, type_coerce, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.registry import SHIPPED
-from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
-from tiledsched.store.database import DAMAGE, Database
-from tiledsched.store.evidence import contradictions, standing
-from tiledsched.store.models import (
-    ArtifactRow,
-    BuildRow,
-    DeviceRow,
-    EntryRow,
-    FailureRow,
-    MeasurementRow,
-    ProblemRow,
-    RunRow,
-    ToolchainRow,
-    of_name,
-)
+from tiledsched.store.database import Database
+from tiledsched.store.evidence import contradictions, distinct
+from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, FailureRow, MeasurementRow, ProblemRow, RunRow
+from tiledsched.store.queries import Comparable, TimedRows
 from tiledsched.store.reading import (
     UNDISTURBED,
     Choose,
     WithoutSamples,
-    build_of,
-    entry_of,
     ids_of,
     matching,
-    measurement_of,
     of_known_kernels,
-    read_failure,
-    select_builds,
-    select_entries,
-    select_failures,
     select_landscapes,
     select_latest,
     select_measurements,
@@ -67,9 +49,10 @@ from tiledsched.store.records import (
     MergeResult,
     StoredMeasurement,
     Toolchain,
-    record_of,
 )
-from tiledsched.store.spills import DOES_NOT_BUILD, OF_THE_PROGRAM, Spills
+from tiledsched.store.rows import AT_ONCE, artifact_of, kernel_condition, quoted, where
+from tiledsched.store.spills import Spills
+from tiledsched.store.spills import stored as stored_spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
 
 
@@ -104,15 +87,9 @@ class TuningDB(Database):
         self, kernel: str, source_hash: str, toolchain: Toolchain, arch: str
     ) -> dict[tuple[str, str], BuildRecord]:
         """Every build of one source of a kernel by one toolchain for `arch`, by (schedule id, problem class id)."""
-        wanted = select_builds().where(
-            BuildRow.kernel == kernel,
-            BuildRow.source_hash == source_hash,
-            BuildRow.toolchain_id == toolchain.id,
-            BuildRow.arch == arch,
-        )
-        with self.reading(*DAMAGE) as session:
-            builds = [build_of(*row, toolchain=toolchain) for row in session.execute(wanted)]
-            return {build.key: build for build in builds}
+        words = {"kernel": kernel, "source_hash": source_hash, "toolchain_id": toolchain.id, "arch": arch}
+        with self.rows() as (_, rows):
+            return {build.key: build for build in rows.builds(words, where(words))}
 
     def spills(
         self, compiler: str, *, kernel: str | None = None, source_hash: str | None = None, arch: str | None = None
@@ -120,31 +97,16 @@ class TuningDB(Database):
         """The programs that spill registers or did not build under a compiler's version, and that match all other arguments that
         are not None. Of a program that several toolchains of that version built, the newest build counts.
         """
-        spill_bytes = type_coerce(ArtifactRow.facts, JSON)["spill_bytes"].as_integer()
-        wanted = (
-            select(BuildRow.schedule_id, BuildRow.problem_class_id, spill_bytes)
-            .join(ToolchainRow, ToolchainRow.id == BuildRow.toolchain_id)
-            .outerjoin(
-                ArtifactRow, (ArtifactRow.arch == BuildRow.arch) & (ArtifactRow.fingerprint == BuildRow.fingerprint)
-            )
-            .where(
-                *matching({BuildRow.kernel: kernel, BuildRow.source_hash: source_hash, BuildRow.arch: arch}),
-                ToolchainRow.tileiras == compiler,
-                (spill_bytes > MAX_SPILL_BYTES) | BuildRow.failure_kind.in_(OF_THE_PROGRAM),
-            )
-            .order_by(BuildRow.created_at, BuildRow.id)
-        )
-        found: dict[str, dict[str, int]] = {}
-        with self.reading(*DAMAGE) as session:
-            for schedule, problem_class, spilled in session.execute(wanted):
-                found.setdefault(schedule, {})[problem_class] = DOES_NOT_BUILD if spilled is None else spilled
-        return found
+        of = {"kernel": kernel, "source_hash": source_hash, "arch": arch}
+        with self.rows() as (_, rows):
+            return stored_spills(rows, compiler, {name: value for name, value in of.items() if value is not None})
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""
-        with self.reading(*DAMAGE) as session:
-            rows = session.scalars(select(ArtifactRow).where(*matching({ArtifactRow.arch: arch})))
-            return {(row.arch, row.fingerprint): record_of(ArtifactRecord, row) for row in rows}
+        words = {} if arch is None else {"arch": arch}
+        with self.rows() as (_, rows):
+            made = rows.make("artifacts", rows.read("artifacts", words, where(words)), artifact_of)
+            return {(each.arch, each.fingerprint): each for each in made}
 
     # Runs
 
@@ -250,22 +212,37 @@ class TuningDB(Database):
             wanted.append(UNDISTURBED)
         if served:
             wanted.append(MeasurementRow.id.in_(select(EntryRow.measurement_id)))
-        with self.reading(*DAMAGE) as session:
+        with self.rows() as (session, rows):
             if problem:
-                wanted.append(MeasurementRow.problem_id.in_(ids_of(session, problem)))
+                wanted.append(MeasurementRow.problem_id.in_(ids_of(rows, session, problem)))
             if not disturbed:
                 wanted.append(of_known_kernels(session, wanted, of))
-            if latest:
-                wanted = [MeasurementRow.id.in_(select_latest(wanted))]
-            return [measurement_of(*row) for row in session.execute(select_measurements().where(*wanted))]
+            known = 0
+            while True:
+                chosen = [MeasurementRow.id.in_(select_latest(wanted))] if latest else wanted
+                found = list(rows.measurements(session.execute(select_measurements().where(*chosen))))
+                damaged = [
+                    int(number) for table, number in rows.skipped if table == "measurements" and number.isdigit()
+                ]
+                if not latest or not damaged or len(damaged) == known:
+                    return found
+                known = len(damaged)  # before each of these there may be one that is not damaged
+                wanted.append(MeasurementRow.id.not_in(damaged))
 
     def measured_problems(self, arch: str, kernel: KernelClass) -> dict[Problem, int]:
         """The problems of a kernel that were measured on an arch, with at least as many measurements as count of each."""
-        with self.reading(*DAMAGE) as session:
-            return {problem: count for problem, (_, count) in WithoutSamples(session, arch, kernel).problems.items()}
+        with self.rows() as (session, rows):
+            found = WithoutSamples(rows, session, arch, kernel).problems
+            return {problem: count for problem, (_, count) in found.items()}
 
     def measurements_by_problem(
-        self, arch: str, kernel: KernelClass, choose: Choose | None = None, *, above: int = 0
+        self,
+        arch: str,
+        kernel: KernelClass,
+        choose: Choose | None = None,
+        *,
+        above: int = 0,
+        only: Collection[Problem] | None = None,
     ) -> Iterator[tuple[Problem, list[StoredMeasurement]]]:
         """Each problem of a kernel that was measured on an arch, with what :meth:`measurements` finds of it, without samples:
         of those only the number is read. A report on a million measurements holds those of one problem at a time.
@@ -275,15 +252,33 @@ class TuningDB(Database):
             kernel: the kernel.
             choose: which measurements are read of a problem with more than `above` of them; None for all.
             above: up to so many are all read.
+            only: the problems that are read; None for all.
         """
-        with self.reading(*DAMAGE) as session:
-            reader = WithoutSamples(session, arch, kernel)
+        with self.rows() as (session, rows):
+            reader = WithoutSamples(rows, session, arch, kernel)
         for problem, (_, size) in reader.problems.items():
-            with self.reading(*DAMAGE) as session:
+            if only is not None and problem not in only:
+                continue
+            with self.rows() as (session, rows):
+                reader.rows.run = rows.run
                 ids = choose(problem, reader.plain_rows(session, problem)) if choose and size > above else None
                 found = reader.read(session, problem, ids)
             if found:
                 yield problem, found
+        reader.rows.warn()
+
+    @contextmanager
+    def timed_rows(self, kernel: str = "", arch: str = "", regime: str = "") -> Iterator[TimedRows]:
+        """A reader of the times of many problems, some at a time; an empty argument matches everything."""
+        with self.rows() as (session, rows):
+            yield TimedRows(rows, session, kernel, arch, regime)
+
+    def every_measurement(self) -> Iterator[StoredMeasurement]:
+        """All measurements, also those that decide nothing, in the order of their numbers. Few are in memory at a time."""
+        wanted = select_measurements().order_by(None).order_by(MeasurementRow.id)
+        with self.rows() as (session, rows):
+            for some in session.connection().execute(wanted, execution_options={"yield_per": AT_ONCE}).partitions():
+                yield from rows.measurements(some)
 
     def landscape(self, problem: Problem, device_name: str, regime: str) -> list[StoredMeasurement]:
         """The newest measurement of every candidate of one problem on one device, the fastest first."""
@@ -293,20 +288,23 @@ class TuningDB(Database):
     def landscapes(self, arch: str | None = None, kernel: str | None = None) -> list[LandscapeSummary]:
         """How much is measured, for each problem, device and regime."""
         wanted = [UNDISTURBED, *matching({DeviceRow.arch: arch, ProblemRow.kernel: kernel})]
-        with self.reading(*DAMAGE) as session:
+        with self.rows() as (session, rows):
             wanted.append(of_known_kernels(session, wanted))
-            found = [
+            found = session.execute(select_landscapes().where(*wanted)).all()
+            problems = rows.parents("problems", (row[0] for row in found))
+            lines = [
                 LandscapeSummary(
-                    problem=problem.problem,
+                    problem=problems[number],
                     device_name=name,
                     arch=arch,
                     regime=regime,
                     distinct_programs=programs,
                     measurements=count,
                 )
-                for problem, name, arch, regime, programs, count in session.execute(select_landscapes().where(*wanted))
+                for number, name, arch, regime, programs, count in found
+                if number in problems and all(isinstance(each, str) for each in (name, arch, regime))
             ]
-            return sorted(found, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
+            return sorted(lines, key=lambda line: (line.arch, line.device_name, line.regime, line.problem))
 
     # Failures
 
@@ -356,22 +354,12 @@ class TuningDB(Database):
         run_id: int | None = None,
     ) -> list[FailureRecord]:
         """The failures that match all arguments that are not None, the newest first."""
-        wanted = matching({FailureRow.arch: arch, FailureRow.stage: stage, FailureRow.run_id: run_id})
-        with self.reading(*DAMAGE) as session:
-            if problem:
-                wanted.append(FailureRow.problem_id.in_(ids_of(session, problem)))
-            return [
-                record_of(
-                    FailureRecord,
-                    row,
-                    problem=of.problem if of else None,
-                    schedule=schedule.knobs,
-                    fingerprint=row.fingerprint or "",
-                    device_name=device or "",
-                    failure=read_failure(row.kind, row.message),
-                )
-                for row, schedule, of, device in session.execute(select_failures().where(*wanted))
-            ]
+        given = {"arch": arch, "stage": stage, "run_id": run_id}
+        words = {name: value for name, value in given.items() if value is not None}
+        with self.rows() as (session, rows):
+            ids = ids_of(rows, session, problem) if problem else []
+            some = [f"r.problem_id IN ({quoted(ids)})"] if problem else []
+            return list(rows.failures(words, f"{where(words, *some)} ORDER BY r.id DESC"))
 
     def forget_failures(self, arch: str | None = None, kernel: str | None = None, kind: str | None = None) -> int:
         """Delete the failures of builds and measurements that match all arguments that are not None, and return how many.
@@ -422,30 +410,21 @@ class TuningDB(Database):
         """
         given = {
             "arch": arch,
-            "kernel": kernel,
             "device_name": device_name,
             "regime": regime,
             "accum_mode": accum_mode,
             "provenance": provenance,
         }
         wanted = {name: value for name, value in given.items() if value is not None}
-        with self.reading(*DAMAGE) as session:
-            ids = [{"problem_id": each} for each in ids_of(session, problem)] if problem else [{}]
-            if kernel is not None and kernel not in SHIPPED:  # kernels of its name in other files
-                names = session.scalars(select(EntryRow.kernel).where(of_name(kernel)).distinct()).all()
-                ids = [{**each, "kernel": name} for each in ids for name in names]
-            rows = (row for each in ids for row in session.execute(select_entries(*(wanted | each)), wanted | each))
-            found: dict[tuple[Any, ...], Entry] = {}
-            for entry in (entry_of(*row) for row in rows):
-                if entry.key in found:  # their problems had two names once
-                    entry = min(found[entry.key], entry, key=standing)
-                found[entry.key] = entry
-            return sorted(found.values(), key=lambda each: (each.place, each.compiler))
+        condition, words = kernel_condition(kernel or "")
+        with self.rows() as (session, rows):
+            some = [f"r.problem_id IN ({quoted(ids_of(rows, session, problem))})"] if problem else []
+            return distinct(rows.entries({**wanted, **words}, where(wanted, condition, *some)))
 
     def merge(
         self,
-        measurements: Sequence[StoredMeasurement],
-        entries: Sequence[Entry],
+        measurements: Iterable[StoredMeasurement],
+        entries: Iterable[Entry],
         artifacts: Sequence[ArtifactRecord] = (),
     ) -> MergeResult:
         """Add what another database or file holds, in one transaction.
@@ -455,29 +434,37 @@ class TuningDB(Database):
         merged, nor on how often they are. Where pooled measurements contradict what is served, the result says so.
 
         Args:
-            measurements: the other database's measurements.
-            entries: its entries. Each names its measurement by the uid, stored here or among `measurements`.
+            measurements: the other database's measurements. Some are in memory at a time, if this is no list.
+            entries: its entries, read after the measurements. Each names its measurement by the uid, stored here or
+                among `measurements`.
             artifacts: facts of its machine code.
         """
+
+        kernels, keys = set[str](), set[tuple[str, ...]]()
+
+        def taken() -> Iterator[StoredMeasurement]:
+            for stored in measurements:
+                kernels.add(stored.kernel)
+                yield replace(stored, run_id=None)  # the numbers of another database's runs mean nothing here
 
         def take(session: Session) -> MergeResult:
             done: Counter[str] = Counter()
             put_artifacts(session, artifacts)
-            # The numbers of another database's runs mean nothing here.
-            added = put_measurements(session, [replace(stored, run_id=None) for stored in measurements])
-            done.update(measurements_added=added, measurements_kept=len(measurements) - added)
+            added, known = put_measurements(session, taken())
+            done.update(measurements_added=added, measurements_kept=known)
+            parents = Parents()
             for entry in sorted(entries, key=lambda each: each.key):
+                kernels.add(entry.kernel)
+                keys.add(entry.key)
                 elsewhere = entry.replace(measurement_id=None, run_id=None)
-                done["entries_" + put_entry(session, elsewhere, merging=True)] += 1
+                done["entries_" + put_entry(session, elsewhere, merging=True, parents=parents)] += 1
             return MergeResult(**dict(done))  # type: ignore[arg-type]  # what is counted are counts
 
-        done = self.write(take, *{stored.kernel for stored in measurements}, *{entry.kernel for entry in entries})
+        done = self.write(take)
+        self.show(*kernels)
         if not done.entries_kept and not done.entries_replaced:
             return done
-        merged = {entry.key for entry in entries}
-        served = [each for each in self.entries(provenance="measured") if each.key in merged and each.measurement]
-        return replace(done, contradictions=tuple(contradictions(served, self._comparable)))
-
-    def _comparable(self, entry: Entry) -> list[StoredMeasurement]:
-        """What is measured of an entry's problem on its device and in its regime."""
-        return self.measurements(entry.problem, entry.arch, entry.device_name, entry.regime)
+        served = [each for each in self.entries(provenance="measured") if each.key in keys and each.measurement]
+        with self.rows() as (session, rows):
+            found = contradictions(served, Comparable(rows, session).measurements)
+            return replace(done, contradictions=tuple(found))

@@ -24,12 +24,11 @@ from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.core.files import check_plain, kind_of_file
 from tiledsched.store.limit import READ_TIMEOUT_S, Limit
+from tiledsched.store.location import HEAD as HEAD
+from tiledsched.store.location import VERSION_TABLE as VERSION_TABLE
 from tiledsched.store.location import location
+from tiledsched.store.rows import text_or_bytes
 
-HEAD = "0001"
-"""Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
-that is up to date reads no migration."""
-VERSION_TABLE = "tiledsched_schema"
 UNRELEASED_TABLE = "tiledsched_alembic_version"
 """The version table of databases from before the first release."""
 BUSY_TIMEOUT_S = 60
@@ -98,6 +97,7 @@ def create_engine(url: URL, *, read_only: bool, limit: Limit) -> Engine:
         connection.execute(f"PRAGMA busy_timeout={round((READ_TIMEOUT_S if read_only else BUSY_TIMEOUT_S) * 1000)}")
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA synchronous=NORMAL")
+        connection.text_factory = text_or_bytes
         limit.watch(connection)
 
     @event.listens_for(engine, "begin")

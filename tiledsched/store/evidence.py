@@ -8,6 +8,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tiledsched.core.problem import KernelClass
@@ -60,9 +61,20 @@ def standing(record: Entry) -> tuple[int, bool, float, str, float]:
     return *precedence(record, {}), math.inf if us is None else us, json.dumps(contents, sort_keys=True), -date
 
 
-def clocks_of(entries: Iterable[Entry]) -> dict[str, int]:
-    """By the name of each GPU, the highest clock at which it was measured, in MHz."""
-    found: dict[str, int] = {}
+def distinct(entries: Iterable[Entry]) -> list[Entry]:
+    """Stored entries sorted by their keys, of which each stands once."""
+    found: dict[tuple[Any, ...], Entry] = {}
+    for entry in entries:
+        key = entry.key
+        if key in found:  # their problems had two names once
+            entry = min(found[key], entry, key=standing)
+        found[key] = entry
+    return sorted(found.values(), key=lambda each: (each.place, each.compiler))
+
+
+def clocks_of(entries: Iterable[Entry], known: Mapping[str, int] = MappingProxyType({})) -> dict[str, int]:
+    """By the name of each GPU, the highest clock at which it was measured, in MHz; also of what is `known` of other entries."""
+    found = dict(known)
     for entry in entries:
         if (taken := entry.measurement) is not None:
             found[taken.device.name] = max(found.get(taken.device.name, 0), taken.conditions.sm_clock_mhz)

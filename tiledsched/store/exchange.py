@@ -12,10 +12,13 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.fields import Value
@@ -25,6 +28,7 @@ from tiledsched.store.codec import decode, encode, untrue_estimates
 from tiledsched.store.evidence import standing
 from tiledsched.store.foreign import OTHER_FILE, of_json
 from tiledsched.store.manifest import check_shipped
+from tiledsched.store.reading import UnreadSamples
 from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
 
 if TYPE_CHECKING:
@@ -130,18 +134,19 @@ def _file_word(item: tuple[str, Value]) -> str:
 
 
 def import_table(db: TuningDB, path: str | os.PathLike[str]) -> MergeResult:
-    """Merge a table file into `db`. Nothing is stored unless the whole file is sound.
+    """Merge a table file into `db`. Nothing is stored unless the whole file is sound. Of its rows, few are in memory at a time.
 
     Raises:
         DatabaseError: the file cannot be read or is wrong; the message names the key.
     """
-    table = read_table(path)
-    check_estimates(table.measurements, os.path.basename(os.fspath(path)))
-    return db.merge(table.measurements, table.entries, table.artifacts)
+    name, data = _contents(path)
+    rows = _Rows(_lists(data, name), name)
+    return db.merge(_Again(rows.measured), _Again(rows.entries), rows.artifacts())
 
 
 def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResult:
-    """Merge the measurements and entries of another database. Its builds, runs and failures are not merged.
+    """Merge the measurements and entries of another database. Its builds, runs and failures are not merged. Of its measurements,
+    few are in memory at a time.
 
     Raises:
         DatabaseError: the other database is missing or unreadable, has another schema, or holds a value that files may not.
@@ -149,19 +154,38 @@ def merge_database(db: TuningDB, other_url: str | os.PathLike[str]) -> MergeResu
     from tiledsched.store.db import TuningDB
 
     with TuningDB.open(other_url, read_only=True) as other:
-        measurements = validated(other.measurements(disturbed=True), other.url)
-        entries = validated(other.entries(), other.url)
-        artifacts = validated(other.artifacts().values(), other.url)
-    check_estimates(measurements, other.url)
-    stored = {each.uid: each for each in measurements}
-    for entry in entries:
-        evidence = stored.get(entry.measurement.uid) if entry.measurement else None
-        _check_evidence(entry, evidence, f"{other.url}: the entry of {entry.problem} on {entry.arch}")
-    return db.merge(measurements, entries, artifacts)
+        entries = list(validated(other.entries(), other.url))
+        named = {entry.measurement.uid for entry in entries if entry.measurement}
+        evidence: dict[str, StoredMeasurement] = {}
+
+        def measured() -> Iterator[StoredMeasurement]:
+            for stored in validated(other.every_measurement(), other.url):
+                if stored.uid in named:
+                    evidence[stored.uid] = _without_samples(stored)
+                yield stored
+
+        def supported() -> Iterator[Entry]:
+            for entry in entries:
+                own = evidence.get(entry.measurement.uid) if entry.measurement else None
+                _check_evidence(entry, own, f"{other.url}: the entry of {entry.problem} on {entry.arch}")
+                yield entry
+
+        artifacts = list(validated(other.artifacts().values(), other.url))
+        return db.merge(_Again(lambda: checked(measured(), other.url)), _Again(supported), artifacts)
 
 
-def check_estimates(measurements: Iterable[StoredMeasurement], where: str) -> None:
-    """Hold every median and interval to the samples.
+class _Again(Iterable[Record]):
+    """What a function yields, anew each time: a transaction that meets a conflict is tried again."""
+
+    def __init__(self, make: Callable[[], Iterator[Record]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Record]:
+        return self._make()
+
+
+def checked(measurements: Iterable[StoredMeasurement], where: str) -> Iterator[StoredMeasurement]:
+    """The measurements, each held to its samples.
 
     Raises:
         DatabaseError: a median or an interval is not that of its samples.
@@ -170,11 +194,12 @@ def check_estimates(measurements: Iterable[StoredMeasurement], where: str) -> No
         taken = stored.measurement
         for wrong in untrue_estimates(taken, taken.samples_us, len(taken.samples_us)):
             raise DatabaseError(f"{where}: measurement {stored.uid}: {wrong}; measure it again")
+        yield stored
 
 
-def validated(records: Iterable[Record], url: str) -> list[Record]:
+def validated(records: Iterable[Record], url: str) -> Iterator[Record]:
     """The records of a database after the checks that records of a file must pass."""
-    return [decode(type(record), encode(record), f"{url}: {type(record).__name__}") for record in records]
+    return (decode(type(record), encode(record), f"{url}: {type(record).__name__}") for record in records)
 
 
 def read_table(path: str | os.PathLike[str]) -> TableFile:
@@ -183,43 +208,114 @@ def read_table(path: str | os.PathLike[str]) -> TableFile:
     Raises:
         DatabaseError: the file cannot be read or is wrong; the message names the key.
     """
+    name, data = _contents(path)
+    return parse_table(data, name)
+
+
+def _contents(path: str | os.PathLike[str]) -> tuple[str, bytes | bytearray]:
+    """The name of a table file, and what it holds, unpacked."""
     name = os.path.basename(os.fspath(path))
     try:
-        text = read_text(Path(path))
+        data = read_bounded(path)
+        check_shipped(Path(path), data)
+        return name, _unpacked(Path(path), data)
     except OSError as error:
         raise DatabaseError(f"cannot read {name}: {error.strerror}; check the path") from error
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+    except (lzma.LZMAError, EOFError) as error:
         raise DatabaseError(f"{name} is not JSON: {error}; {OTHER_FILE}") from error
-    return parse_table(text, name)
 
 
-def parse_table(text: str, name: str) -> TableFile:
+def parse_table(text: str | bytes | bytearray, name: str) -> TableFile:
     """The contents of a table file from its text.
 
     Raises:
         DatabaseError: it is wrong; the message names the key.
     """
-    data = _parsed(text, name)
-    stored: dict[str, StoredMeasurement] = {}
-    for i, one in enumerate(_rows(StoredMeasurement, data["measurements"], f"{name}: measurements")):
-        if one.uid in stored:
-            raise DatabaseError(f"{name}: measurements[{i}].uid: {one.uid} appears twice; remove one")
-        stored[one.uid] = one
-    entries: dict[tuple[str, ...], Entry] = {}
-    named: dict[tuple[str, ...], Any] = {}
-    for i, row in enumerate(data["entries"]):
-        entry = _entry(row, stored, f"{name}: entries[{i}]")
-        if named.setdefault(entry.key, row["problem"]) == row["problem"] and entry.key in entries:
-            raise DatabaseError(f"{name}: entries[{i}]: a second entry for {entry.problem} on {entry.arch}; remove one")
-        if entry.key in entries:  # their problems had two names once
-            entry = min(entries[entry.key], entry, key=standing)
-        entries[entry.key] = entry
-    artifacts = _rows(ArtifactRecord, data["artifacts"], f"{name}: artifacts")
-    return TableFile(entries=tuple(entries.values()), measurements=tuple(stored.values()), artifacts=tuple(artifacts))
+    rows = _Rows(_lists(text, name), name)
+    measurements = tuple(rows.measurements())
+    return TableFile(entries=tuple(rows.entries()), measurements=measurements, artifacts=tuple(rows.artifacts()))
 
 
-def _parsed(text: str, name: str) -> dict[str, Any]:
-    """The lists of a table file by their names. Their rows are not checked yet."""
+class _Rows:
+    """The rows of a table file, each of which is read when its turn comes."""
+
+    def __init__(self, lists: dict[str, list[Any]], name: str) -> None:
+        self._lists, self._name = lists, name
+        self._entries = [*map(_read, lists["entries"])]
+        self._named = {
+            row["measurement"] for row in self._entries if isinstance(row, dict) and _is_uid(row.get("measurement"))
+        }
+        self._evidence: dict[str, StoredMeasurement] = {}
+
+    def measurements(self) -> Iterator[StoredMeasurement]:
+        """The measurements, in order. Those that entries name are remembered."""
+        seen: set[str] = set()
+        for i, one in enumerate(_rows(StoredMeasurement, self._lists["measurements"], f"{self._name}: measurements")):
+            if one.uid in seen:
+                raise DatabaseError(f"{self._name}: measurements[{i}].uid: {one.uid} appears twice; remove one")
+            seen.add(one.uid)
+            if one.uid in self._named:
+                self._evidence[one.uid] = _without_samples(one)
+            yield one
+
+    def measured(self) -> Iterator[StoredMeasurement]:
+        """The measurements, each held to its samples."""
+        return checked(self.measurements(), self._name)
+
+    def entries(self) -> Iterator[Entry]:
+        """The entries, each with the summary of its measurement, once all measurements were read."""
+        found: dict[tuple[str, ...], Entry] = {}
+        named: dict[tuple[str, ...], Any] = {}
+        for i, row in enumerate(self._entries):
+            where = f"{self._name}: entries[{i}]"
+            entry = _entry(row, self._evidence, where)
+            if named.setdefault(entry.key, row["problem"]) == row["problem"] and entry.key in found:
+                raise DatabaseError(f"{where}: a second entry for {entry.problem} on {entry.arch}; remove one")
+            if entry.key in found:  # their problems had two names once
+                entry = min(found[entry.key], entry, key=standing)
+            found[entry.key] = entry
+        return iter(found.values())
+
+    def artifacts(self) -> list[ArtifactRecord]:
+        """What is known of the machine code."""
+        return [*_rows(ArtifactRecord, self._lists["artifacts"], f"{self._name}: artifacts")]
+
+
+def _is_uid(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+@cache
+def _unread(count: int) -> UnreadSamples:
+    return UnreadSamples((0.0,) * count)
+
+
+def _without_samples(stored: StoredMeasurement) -> StoredMeasurement:
+    """A measurement of which only the number of samples is kept."""
+    taken = stored.measurement
+    return replace(stored, measurement=replace(taken, samples_us=_unread(len(taken.samples_us))))
+
+
+def _lists(text: str | bytes | bytearray, name: str) -> dict[str, list[Any]]:
+    """The lists of a table file by their names: of rows that are not read yet where the file is a table as this program writes
+    it, so that no more than its text is in memory.
+    """
+    try:
+        whole = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        if whole.keys() == {*LISTS, "schema_version"} and bytes(whole["schema_version"]) == b"%d" % SCHEMA_VERSION:
+            return {key: msgspec.json.decode(whole[key], type=list[msgspec.Raw]) for key in LISTS}
+    except msgspec.MsgspecError:
+        pass
+    return _parsed(text, name)
+
+
+def _read(row: Any) -> Any:
+    """A row of a list."""
+    return msgspec.json.decode(row) if isinstance(row, msgspec.Raw) else row
+
+
+def _parsed(text: str | bytes | bytearray, name: str) -> dict[str, Any]:
+    """The lists of any table file by their names. Their rows are not checked yet."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -249,8 +345,8 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     return data
 
 
-def _rows(cls: type[Record], rows: list[Any], where: str) -> list[Record]:
-    return [decode(cls, _portable(row, f"{where}[{i}]"), f"{where}[{i}]") for i, row in enumerate(rows)]
+def _rows(cls: type[Record], rows: list[Any], where: str) -> Iterator[Record]:
+    return (decode(cls, _portable(_read(row), f"{where}[{i}]"), f"{where}[{i}]") for i, row in enumerate(rows))
 
 
 def _portable(row: Any, where: str) -> Any:
@@ -337,8 +433,12 @@ def read_text(path: Path) -> str:
 
 def text_of(path: Path, data: bytes) -> str:
     """The text of a file at `path` that holds `data`."""
+    return _unpacked(path, data).decode("utf-8")
+
+
+def _unpacked(path: Path, data: bytes) -> bytes | bytearray:
     is_packed = path.suffix == ".xz" or data.startswith(XZ)
-    return (unpacked(data) if is_packed else check_plain(path, data)).decode("utf-8")
+    return unpacked(data) if is_packed else check_plain(path, data)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy import select
-from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import DatabaseError
-from tiledsched.store.codec import decode, untrue_estimates
-from tiledsched.store.models import (
-    Base,
-    DeviceRow,
-    EntryRow,
-    MeasurementRow,
-    ProblemRow,
-    Record,
-    ScheduleRow,
-    ToolchainRow,
-)
-from tiledsched.store.records import PROVENANCES
+from tiledsched.store.codec import untrue_estimates
+from tiledsched.store.models import Base, EntryRow, MeasurementRow, ToolchainRow
+from tiledsched.store.reading import rows_of
+from tiledsched.store.rows import TABLES, read_json, read_new_json, row_type
 
+OF_MEASUREMENT = ("arch", "problem_id", "schedule_id", "fingerprint")
+"""What an entry shares with its measurement."""
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError)
 """What reading a column raises that holds no JSON or no time."""
 
@@ -34,7 +29,7 @@ def problems_found(session: Session) -> list[str]:
     found = _read(session, _tables)
     if found:
         return found
-    for part in (_file, _columns, _contents, _measurements, _entries):
+    for part in (_file, _rows, _entries):
         found += [line for line in _read(session, part) if line not in found]
     return found
 
@@ -57,89 +52,85 @@ def _tables(session: Session) -> list[str]:
 def _file(session: Session) -> list[str]:
     if session.get_bind().dialect.name != "sqlite":
         return []  # PostgreSQL checks its own files, and enforces references
-    found = [str(line) for line in session.scalars(sa.text("PRAGMA integrity_check")) if line != "ok"]
-    for table, row, parent, _ in session.execute(sa.text("PRAGMA foreign_key_check")):
-        found.append(f"{table} row {row} points at a row of {parent} that is not there")
+    driver: Any = session.connection().connection.driver_connection
+    # SQLite checks a whole table between two looks of the progress handler. This thread waits, and heeds signals meanwhile.
+    with ThreadPoolExecutor(1) as other:
+        lines = other.submit(lambda: driver.execute("PRAGMA integrity_check").fetchall())
+        try:
+            found = [str(line) for (line,) in lines.result() if line != "ok"]
+        except BaseException:
+            driver.interrupt()
+            raise
+    for table, row, parent, number in session.execute(sa.text("PRAGMA foreign_key_check")):
+        keys = session.execute(sa.text(f"PRAGMA foreign_key_list({table})")).all()
+        names = " and ".join(key[3] for key in keys if key[0] == number)
+        found.append(f"{table} {row}: its {names} names a row of {parent} that is not there")
     return found
 
 
-def _columns(session: Session) -> list[str]:
-    """The values that are no JSON, or not the JSON of the record that their column holds."""
-    found = []
-    for table in Base.metadata.sorted_tables:
-        key = next(iter(table.primary_key.columns))
-        for column in table.columns:
-            if isinstance(column.type, (sa.JSON, Record)):
-                texts = select(key, sa.cast(column, sa.Text)).where(column.isnot(sa.null()))
-                for row, text in session.execute(texts):
-                    wrong = _unreadable(column.type, text)
-                    found += [f"{table.name} {row}: its {column.name} {wrong}"] if wrong else []
-    return found
+def _rows(session: Session) -> list[str]:
+    """The rows that are read nowhere, because a value is not what its column holds, and those that are not what they say."""
+    rows = rows_of(session, "", at_once=False)
+    found: list[str] = []
+    for table in TABLES:
+        for lines in rows.make(table, rows.read(table, {}, ""), partial(_wrong, table)):
+            found += lines
+    return [*(f"{table} {row}: its {why}" for (table, row), why in rows.skipped.items()), *found]
 
 
-def _unreadable(kind: sa.types.TypeEngine[Any], text: str) -> str:
-    """Why a text is not what a column of this type holds; empty where it is."""
-    try:
-        data = json.loads(text)
-        if isinstance(kind, Record):
-            decode(kind.kind, data, kind.column)
-    except ValueError:
-        return "is no JSON"
-    except DatabaseError as error:
-        return f"cannot be read: {error}"
-    return ""
-
-
-def _contents(session: Session) -> list[str]:
-    """The rows whose id is not the hash of their contents: somebody else changed them."""
-    problem = sa.type_coerce(ProblemRow.dims, sa.JSON)
-    contents = {
-        "schedule": select(ScheduleRow.id, sa.type_coerce(ScheduleRow.knobs, sa.JSON)),
-        "device": select(DeviceRow.id, sa.type_coerce(DeviceRow.device, sa.JSON)),
-        "problem": select(ProblemRow.id, problem, ProblemRow.kernel),
+def _wrong(table: str, row: Any) -> list[str]:
+    """What is wrong with a row whose values have their types. Raises DatabaseError for JSON of something else."""
+    values = {
+        name: (read_new_json if name in ("samples_us", "accuracy") else read_json)(kind, getattr(row, name), name)
+        for name, kind in row_type(table).json.items()
     }
-    found = []
-    for what, rows in contents.items():
-        for identity, values, *kernel in session.execute(rows):
-            if stable_id({"kernel": kernel[0], **values} if kernel else values) != identity:
-                found.append(f"{what} {identity} does not hold the values its id stands for")
-    return found
+    look = _LOOKS.get(table)
+    return [f"{table} {row[0]}: {line}" for line in look(row, values)] if look else []
 
 
-def _measurements(session: Session) -> list[str]:
-    """The measurements whose median or interval is not that of their samples."""
-    samples_us = sa.type_coerce(MeasurementRow.samples_us, sa.JSON)
-    found = []
-    for number, timing, samples, count in session.execute(
-        select(MeasurementRow.id, MeasurementRow.timing, samples_us, MeasurementRow.sample_count)
-    ):
-        for wrong in untrue_estimates(timing, samples, count):
-            found.append(f"measurement {number}: {wrong}")
-    return found
+def _contents(row: Any, values: Mapping[str, Any]) -> list[str]:
+    """Whether a row's id is the hash of its contents: else somebody else changed them."""
+    contents = msgspec.json.decode(row[-1])
+    if hasattr(row, "kernel"):
+        contents |= {"kernel": row.kernel}
+    return [] if stable_id(contents) == row.id else ["it does not hold the values its id stands for"]
+
+
+def _estimates(row: Any, values: Mapping[str, Any]) -> list[str]:
+    """Whether a measurement's median and interval are those of its samples."""
+    return untrue_estimates(row, values["samples_us"], row.sample_count)
+
+
+_LOOKS: Mapping[str, Callable[[Any, Mapping[str, Any]], list[str]]] = {
+    "schedules": _contents,
+    "devices": _contents,
+    "problems": _contents,
+    "measurements": _estimates,
+}
+"""What is looked at in the rows of a table whose values are sound."""
 
 
 def _entries(session: Session) -> list[str]:
     """The entries that are not what their measurement and their toolchain say. References are checked by the database."""
-    columns = MeasurementRow.arch, MeasurementRow.problem_id, MeasurementRow.schedule_id, MeasurementRow.fingerprint
+    measured = [getattr(MeasurementRow, name).label(f"its_{name}") for name in OF_MEASUREMENT]
     wanted = (
-        select(EntryRow, ToolchainRow.tileiras, MeasurementRow.id, *columns)
+        select(EntryRow.id, EntryRow.kernel, EntryRow.compiler, EntryRow.provenance, ToolchainRow.tileiras)
+        .add_columns(
+            *(getattr(EntryRow, name) for name in OF_MEASUREMENT), MeasurementRow.id.label("number"), *measured
+        )
         .outerjoin(MeasurementRow, MeasurementRow.id == EntryRow.measurement_id)
         .outerjoin(ToolchainRow, ToolchainRow.id == EntryRow.toolchain_id)
-        .options(defer(EntryRow.rivals), defer(EntryRow.ties))
     )
     found = []
-    for entry, compiler, measurement_id, *measured in session.execute(wanted):
+    for row in session.execute(wanted):
         wrong = []
-        if entry.compiler != (compiler or ""):
-            wrong.append(f"it is kept for compiler {entry.compiler!r}, and its toolchain is of {compiler!r}")
-        if entry.provenance not in PROVENANCES:
-            wrong.append(f"unknown provenance {entry.provenance!r}")
-        if entry.provenance == "measured" and measurement_id is None:
+        if row.compiler != (row.tileiras or ""):
+            wrong.append(f"it is kept for compiler {row.compiler!r}, and its toolchain is of {row.tileiras!r}")
+        if row.provenance == "measured" and row.number is None:
             wrong.append("measured, but without a measurement")
-        elif entry.provenance == "measured":
-            for column, value in zip(columns, measured, strict=True):
-                if getattr(entry, column.key) != value:
-                    wrong.append(f"its measurement {measurement_id} is of another {column.key.removesuffix('_id')}")
-        name = f"entry {entry.id} ({entry.kernel}, {entry.arch}, problem {entry.problem_id})"
-        found += [f"{name}: {line}" for line in wrong]
+        elif row.provenance == "measured":
+            for name in OF_MEASUREMENT:
+                if getattr(row, name) != getattr(row, f"its_{name}"):
+                    wrong.append(f"its measurement {row.number} is of another {name.removesuffix('_id')}")
+        found += [f"entries {row.id} ({row.kernel}, {row.arch}, problem {row.problem_id}): {line}" for line in wrong]
     return found

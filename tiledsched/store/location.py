@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 
+HEAD = "0001"
+"""Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
+that is up to date reads no migration."""
+VERSION_TABLE = "tiledsched_schema"
+
 
 def location(url: str | os.PathLike[str] | None) -> str:
     """`url`, or TILEDSCHED_DB, or `tuning.db` in the user data directory, as text."""

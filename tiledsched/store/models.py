@@ -7,11 +7,14 @@ Types are those SQLite and PostgreSQL share. A column whose type is a record hol
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 from sqlalchemy import (
     JSON,
     CheckConstraint,
@@ -29,19 +32,15 @@ from sqlalchemy import (
     or_,
 )
 from sqlalchemy.engine import Dialect
-from sqlalchemy.orm import DeclarativeBase, Mapped, composite, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from tiledsched.build.cubin import ResourceFacts
-from tiledsched.build.toolchain import Toolchain
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.errors import DatabaseError, ProblemError
-from tiledsched.core.problem import Problem, ProblemClass
-from tiledsched.core.registry import problem_from_json
+from tiledsched.core.problem import ProblemClass
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device, RivalTime
-from tiledsched.store.codec import decode, encode
-from tiledsched.store.records import record_of
+from tiledsched.store.codec import REMEMBERED, decode, encode
+from tiledsched.store.rows import NAMESAKE
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -51,8 +50,6 @@ NAMING = {
     "pk": "pk_%(table_name)s",
 }
 """Every constraint has a name, so that a later migration can drop it on any backend."""
-OTHER_FIELDS = " (other fields)"
-"""Added to the kernel's name in a problem that was stored when the kernel had other fields. No kernel has that name."""
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -87,9 +84,9 @@ class Record(TypeDecorator[Any]):
         self.kind = kind
         self.column = column
 
-    def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
-        """The JSON of a record."""
-        return encode(value)
+    def bind_processor(self, dialect: Dialect) -> Any:
+        """What gives the JSON of a record: of each column one function, since an import writes hundreds of thousands."""
+        return _written
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         """The record of some JSON.
@@ -97,10 +94,22 @@ class Record(TypeDecorator[Any]):
         Raises:
             DatabaseError: the JSON is not that of such a record.
         """
-        try:
-            return None if value is None else decode(self.kind, value, self.column)
-        except DatabaseError as error:
-            raise DatabaseError(f"{error}; `tiledsched db check` tells what else is damaged") from error
+        return None if value is None else decode(self.kind, value, self.column)
+
+
+def _written(value: Any) -> str | None:
+    """A record as JSON."""
+    if type(value) is tuple and {*map(type, value)} == {float} and math.isfinite(sum(value)):
+        return msgspec.json.encode(value).decode()
+    if type(value) is Conditions:
+        return _written_once(value)
+    return None if value is None else json.dumps(encode(value))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _written_once(value: Any) -> str:
+    """A record that many rows share, as JSON."""
+    return json.dumps(encode(value))
 
 
 RECORDS: Mapping[Any, str] = {
@@ -174,11 +183,6 @@ class ToolchainRow(Base):
     ptxas: Mapped[str] = mapped_column(String(64))
     nvvm: Mapped[str] = mapped_column(String(64))
 
-    @cached_property
-    def toolchain(self) -> Toolchain:
-        """The toolchain of the row."""
-        return record_of(Toolchain, self)
-
 
 class ProblemRow(Base):
     """A problem: its kernel, and a value for each of the kernel's fields. Views have the fields as columns."""
@@ -188,14 +192,6 @@ class ProblemRow(Base):
     id: Mapped[str] = mapped_column(String(12), primary_key=True)
     kernel: Mapped[str] = mapped_column(String(200), index=True)
     dims: Mapped[dict[str, Any]]
-
-    @cached_property
-    def problem(self) -> Problem:
-        """The problem of the row. One that was stored when its kernel had other fields is of no kernel known here."""
-        try:
-            return problem_from_json({"kernel": self.kernel, **self.dims})
-        except ProblemError:
-            return problem_from_json({"kernel": self.kernel + OTHER_FIELDS, **self.dims})
 
 
 class ViewRow(Base):
@@ -284,12 +280,6 @@ class MeasurementRow(OfProgram, TimeColumns, Base):
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
     regime: Mapped[str] = mapped_column(String(16))
     runner: Mapped[str] = mapped_column(String(16))
-    timing: Mapped[Timing] = composite(
-        lambda median, low, high: Timing(median_us=median, ci_low_us=low, ci_high_us=high),
-        "median_us",
-        "ci_low_us",
-        "ci_high_us",
-    )
     samples_us: Mapped[tuple[float, ...]]
     sample_count: Mapped[int]
     accuracy: Mapped[Accuracy | None]
@@ -311,10 +301,6 @@ class FailureRow(OfProgram, Base):
     kind: Mapped[str] = mapped_column(String(32))
     message: Mapped[str] = mapped_column(Text)
     created_at: Mapped[datetime]
-
-
-NAMESAKE = "@"
-"""In the key of an entry, what parts the name of a kernel from the place of its file, where another kernel has the name alone."""
 
 
 def of_name(kernel: str) -> ColumnElement[bool]:

@@ -1,18 +1,35 @@
-"""Comparisons of builds and measurements, for reports."""
+"""Comparisons of builds and measurements, for reports and imports."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from datetime import datetime
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import sqlalchemy as sa
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.measure.runner import Measurement
-from tiledsched.store.codec import encode
-from tiledsched.store.records import BuildRecord, StoredMeasurement
+from tiledsched.measure.runner import Conditions, Measurement
+from tiledsched.store.codec import REMEMBERED, encode
+from tiledsched.store.evidence import may_be_of
+from tiledsched.store.models import DeviceRow, MeasurementRow, ProblemRow
+from tiledsched.store.reading import UNDISTURBED, Circumstances, WithoutSamples, columns_of, matching, plain_texts
+from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
+from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, in_utc, read_json
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+UNTIMED = ("samples_us", "accuracy", "arch")
+"""Columns of measurements that say nothing of a time."""
 ProgramKey = tuple[str, object]
 """(fingerprint, grids): two programs for one problem and device differ where these differ."""
 
@@ -141,6 +158,190 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
             )
         )
     return sorted(compared, key=lambda one: (one.device_name, one.problem, one.accum_mode))
+
+
+class _Timed(NamedTuple):
+    """What a measurement says of the time of a program, of whose problem everybody knows."""
+
+    schedule: Schedule
+    """How it is launched."""
+    shared: Circumstances
+    """Where and how it was timed."""
+    fingerprint: str
+    """Fingerprint of the machine code."""
+    timing: tuple[float, float, float]
+    """Median and both ends of its 95% interval, in microseconds."""
+    samples: int
+    """Timed launches."""
+    uid: str
+    """Name of the measurement, the same in every database."""
+    created_at: datetime
+    """UTC."""
+    run_id: int | None = None
+    """The run that took it; None when imported."""
+
+    @classmethod
+    def of(cls, stored: StoredMeasurement) -> Self:
+        """What a whole measurement says."""
+        own = stored.measurement
+        shared = Circumstances(own.conditions, own.device, stored.toolchain, stored.source_hash, own.runner, own.regime)
+        timing = own.median_us, own.ci_low_us, own.ci_high_us
+        return cls(
+            own.schedule,
+            shared,
+            own.fingerprint,
+            timing,
+            len(own.samples_us),
+            stored.uid,
+            stored.created_at,
+            stored.run_id,
+        )
+
+
+class TimedRow(_Timed):
+    """A row that :mod:`tiledsched.store.evidence` takes like a stored measurement, among those of one problem."""
+
+    __slots__ = ()
+    measurement = property(lambda self: self)
+    samples_us = property(lambda self: range(self.samples))
+    problem = property(lambda self: None)
+    device = property(lambda self: self.shared.device)
+    regime = property(lambda self: self.shared.regime)
+    conditions = property(lambda self: self.shared.conditions)
+    toolchain = property(lambda self: self.shared.toolchain)
+
+
+class TimedRows:
+    """Reads the times of many problems, some problems at a time.
+
+    Args:
+        rows: reads the rows.
+        session: an open session.
+        kernel: the only kernel; empty for all.
+        arch: the only arch; empty for all.
+        regime: burst or sustained; empty for both.
+    """
+
+    def __init__(self, rows: RowReader, session: Session, kernel: str, arch: str, regime: str) -> None:
+        row = MeasurementRow
+        self._rows, self._session = rows, session
+        self._parents = {table: rows.parents(table, ()) for table in MEASURED_WITH}
+        self._wanted = matching({row.arch: arch or None, row.kernel: kernel or None, row.regime: regime or None})
+        self._shared = lru_cache(maxsize=REMEMBERED)(self._circumstances)
+        self._mine = cache(_is_of_known_kernel)
+        # An index has the answer to this; whether they are wanted is only in the rows.
+        counted = select(row.problem_id, func.count()).group_by(row.problem_id)
+        counts = {found[0]: found[1] for found in session.execute(counted)}
+        of_kernel = matching({ProblemRow.kernel: kernel or None})
+        stored = [each for each in session.scalars(select(ProblemRow.id).where(*of_kernel)) if each in counts]
+        known = rows.parents("problems", stored)
+        self.problems: dict[Problem, list[str]] = defaultdict(list)
+        """The problems that are measured, and the ids under which each is stored."""
+        self.counts: Counter[Problem] = Counter()
+        """At least the number of measurements of each."""
+        for number in stored:
+            if number in known:
+                self.problems[known[number]].append(number)
+                self.counts[known[number]] += counts[number]
+
+    def read(self, problems: Iterable[Problem]) -> dict[Problem, list[TimedRow]]:
+        """The measurements of some problems, the newest first. Those that were disturbed are left out, and those of other kernels
+        of the same name.
+        """
+        ids = [number for problem in problems for number in self.problems.get(problem, ())]
+        try:
+            with plain_texts(self._session):
+                return self._read(ids)
+        except sa.exc.OperationalError:  # a text that is none
+            return self._read(ids)
+
+    def _read(self, ids: list[str]) -> dict[Problem, list[TimedRow]]:
+        found: dict[Problem, list[TimedRow]] = defaultdict(list)
+        query = select(*columns_of(MeasurementRow, *UNTIMED))
+        for start in range(0, len(ids), AT_ONCE):
+            wanted = query.where(MeasurementRow.problem_id.in_(ids[start : start + AT_ONCE]), *self._wanted)
+            # The connection itself gives rows in half of the time that the session takes.
+            result = self._session.connection().execute(wanted, execution_options={"yield_per": AT_ONCE})
+            for some in result.partitions():
+                typed = list(self._rows.typed("measurements", some, *UNTIMED))
+                for table, column in MEASURED_WITH.items():
+                    self._rows.parents(table, {getattr(each, column) for each in typed})
+                for problem, timed in self._rows.make("measurements", typed, self._made):
+                    if timed is not None:
+                        found[problem].append(timed)
+        for rows in found.values():
+            rows.sort(key=lambda each: (each.created_at, each.uid), reverse=True)
+        return found
+
+    def devices(self) -> list[str]:
+        """The names of the GPUs on which anything was measured."""
+        measured = DeviceRow.id.in_(select(MeasurementRow.device_id))
+        return list(self._session.scalars(select(DeviceRow.name).where(measured)))
+
+    def last_run_began(self) -> datetime | None:
+        """When the first measurement was taken of the run that took the newest; None where no run took any."""
+        row = MeasurementRow
+        wanted = [row.run_id.is_not(None), *self._wanted]
+        newest = select(row.run_id).where(*wanted).order_by(row.created_at.desc(), row.run_id.desc()).limit(1)
+        number = self._session.scalar(newest)
+        return (
+            None
+            if number is None
+            else self._session.scalar(select(func.min(row.created_at)).where(row.run_id == number, *self._wanted))
+        )
+
+    def _made(self, row: Any) -> tuple[Problem, TimedRow | None]:
+        problem = self._parents["problems"][row.problem_id]
+        shared = self._shared(row.conditions, row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime)
+        if shared.conditions.concurrent_pids or not self._mine(row.kernel, row.source_hash):
+            return problem, None
+        schedule = self._parents["schedules"][row.schedule_id]
+        timing = row.median_us, row.ci_low_us, row.ci_high_us
+        return problem, TimedRow(
+            schedule, shared, row.fingerprint, timing, row.sample_count, row.uid, in_utc(row.created_at), row.run_id
+        )
+
+    def _circumstances(self, conditions: str, device_id: str, toolchain_id: str, *others: str) -> Circumstances:
+        device, toolchain = self._parents["devices"][device_id], self._parents["toolchains"][toolchain_id]
+        return Circumstances(read_json(Conditions, conditions, "conditions"), device, toolchain, *others)
+
+
+def _is_of_known_kernel(kernel: str, source_hash: str) -> bool:
+    """Whether evidence may be of the kernel of this name that is known here, and not of another one of its name."""
+    try:
+        return may_be_of(source_hash, kernel_named(kernel))
+    except ConfigError:  # nobody here can tell
+        return True
+
+
+class Comparable:
+    """Finds, for one entry after another, the measurements that may contradict it, without their samples.
+
+    They are those of the entry's own schedule, and all of each schedule that was surely faster at least once.
+    """
+
+    def __init__(self, rows: RowReader, session: Session) -> None:
+        self._rows, self._session = rows, session
+        self._readers: dict[tuple[str, str], WithoutSamples] = {}
+
+    def measurements(self, entry: Entry) -> list[StoredMeasurement]:
+        """The measurements that may contradict an entry, which is measured, on its device and in its regime."""
+        if not entry.problem.known or entry.measurement is None:
+            return []
+        if (entry.kernel, entry.arch) not in self._readers:
+            reader = WithoutSamples(self._rows, self._session, entry.arch, entry.problem.declaration)
+            self._readers[entry.kernel, entry.arch] = reader
+        reader, row = self._readers[entry.kernel, entry.arch], MeasurementRow
+        alike = [
+            row.problem_id.in_(reader.problems.get(entry.problem, ((), 0))[0]),
+            row.device_id.in_(select(DeviceRow.id).where(DeviceRow.name == entry.device_name)),
+            row.regime == entry.regime,
+            UNDISTURBED,
+        ]
+        faster = select(row.schedule_id).where(*alike, row.ci_high_us < entry.measurement.ci_low_us)
+        own = row.schedule_id == entry.schedule.id
+        ids = self._session.scalars(select(row.id).where(*alike, row.schedule_id.in_(faster) | own)).all()
+        return reader.read(self._session, entry.problem, ids)
 
 
 def program_key(fingerprint: str, problem: Problem, schedule: Schedule, device: Any) -> ProgramKey:

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from datetime import datetime
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-import msgspec
-from sqlalchemy import JSON, ColumnElement, Select, Text, bindparam, cast, func, select, type_coerce
-from sqlalchemy.orm import Session, aliased, defer
+from sqlalchemy import ColumnElement, Select, Text, cast, func, select, text, type_coerce
+from sqlalchemy.orm import Session
+from sqlalchemy.types import NULLTYPE
 
-from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import DIGITS, is_shipped
-from tiledsched.measure.runner import Conditions, Device, Measurement
-from tiledsched.store.codec import REMEMBERED, decode
+from tiledsched.measure.runner import Conditions, Device
+from tiledsched.store.codec import REMEMBERED
 from tiledsched.store.evidence import may_be_of
-from tiledsched.store.models import (
-    NAMESAKE,
-    ArtifactRow,
-    BuildRow,
-    DeviceRow,
-    EntryRow,
-    FailureRow,
-    MeasurementRow,
-    ProblemRow,
-    ScheduleRow,
-    ToolchainRow,
-)
-from tiledsched.store.records import BuildRecord, Entry, MeasurementSummary, StoredMeasurement, Toolchain, record_of
+from tiledsched.store.models import Base, DeviceRow, MeasurementRow, ProblemRow, UtcDateTime
+from tiledsched.store.records import StoredMeasurement, Toolchain
+from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, read_json, row_type
 
-Made = TypeVar("Made")
-AT_ONCE = 500
-"""Values that a statement names at once."""
-UNDISTURBED = type_coerce(MeasurementRow.conditions, JSON)["beside"].as_string().is_(None)
-"""No other process is known to have run on the GPU during the measurement."""
-
-
+_conditions = cast(MeasurementRow.conditions, Text)
+UNDISTURBED = _conditions.not_like('%"beside": [%') & _conditions.not_like('%"beside":[%')
+"""No other process is known to have run on the GPU during the measurement. SQLite would fail at JSON that is none."""
+NOT_CHOSEN_BY = ("samples_us", "uid", "ci_low_us", "ci_high_us", "accuracy", "created_at")
+"""Columns of measurements by which none is chosen to be read whole."""
 _ids_now: dict[str, str] = {}
 """The id that a stored problem has today, by the id that it is stored under."""
 
@@ -51,33 +37,65 @@ def matching(wanted: Mapping[Any, Any]) -> list[ColumnElement[bool]]:
     return [column == value for column, value in wanted.items() if value is not None]
 
 
-def ids_of(session: Session, problem: Problem) -> list[str]:
+def ids_of(rows: RowReader, session: Session, problem: Problem) -> list[str]:
     """The ids under which a problem is stored: its own, and those that it had when equal problems had several names."""
     stored = session.scalars(select(ProblemRow.id).where(ProblemRow.kernel == problem.kernel)).all()
-    new = [each for each in stored if each not in _ids_now]
-    for start in range(0, len(new), AT_ONCE):
-        for row in session.scalars(select(ProblemRow).where(ProblemRow.id.in_(new[start : start + AT_ONCE]))):
-            _ids_now[row.id] = row.problem.id
+    new = rows.parents("problems", (each for each in stored if each not in _ids_now))
+    _ids_now.update((each, known.id) for each, known in new.items())
     return [problem.id, *(each for each in stored if each != problem.id and _ids_now.get(each) == problem.id)]
 
 
-def select_builds() -> Select:
-    """Selects builds with their schedule and artifact, as :func:`build_of` takes them."""
-    return (
-        select(BuildRow, ScheduleRow, ArtifactRow)
-        .join(ScheduleRow, ScheduleRow.id == BuildRow.schedule_id)
-        .outerjoin(ArtifactRow, (ArtifactRow.arch == BuildRow.arch) & (ArtifactRow.fingerprint == BuildRow.fingerprint))
-    )
+def columns_of(model: type[Base], *left_out: str) -> list[ColumnElement[Any]]:
+    """The columns of a table as :class:`RowReader` takes them: plain values of the driver, and text for JSON."""
+    kind, of_json, _ = row_type(model.__tablename__, *left_out)
+    found = []
+    for name in kind._fields:
+        column = model.__table__.columns[name]
+        is_time = isinstance(column.type, UtcDateTime)
+        found.append(cast(column, Text) if name in of_json else type_coerce(column, NULLTYPE) if is_time else column)
+    return found
+
+
+def rows_of(session: Session, where: str, *, at_once: bool = True) -> RowReader:
+    """A reader of rows over a session.
+
+    Args:
+        session: an open session.
+        where: names the database in warnings.
+        at_once: whether the rows of a query are taken from a server at once; else some at a time.
+    """
+    options = {} if at_once else {"yield_per": AT_ONCE}
+
+    def run(query: str, words: Mapping[str, Any]) -> Any:
+        if words or options:
+            used = {word: value for word, value in words.items() if f":{word}" in query}
+            return session.connection().execute(text(query), used, execution_options=options)
+        return session.connection().exec_driver_sql(query)
+
+    return RowReader(run, where)
+
+
+@contextmanager
+def plain_texts(session: Session) -> Iterator[None]:
+    """Within the block, SQLite makes texts itself, for which Python takes half of the time of a long query; a text that is none
+    raises an OperationalError of SQLAlchemy.
+    """
+    driver: Any = session.connection().connection.driver_connection
+    before = getattr(driver, "text_factory", None)
+    if before is not None:
+        driver.text_factory = str
+    try:
+        yield
+    finally:
+        if before is not None:
+            driver.text_factory = before
 
 
 def select_measurements() -> Select:
-    """Selects measurements, the newest first, as :func:`measurement_of` takes them."""
+    """Selects measurements, the newest first, as :meth:`RowReader.measurements` takes them. Conditions may name devices."""
     return (
-        select(MeasurementRow, ProblemRow, ScheduleRow, DeviceRow, ToolchainRow)
-        .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
-        .join(ScheduleRow, ScheduleRow.id == MeasurementRow.schedule_id)
-        .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
-        .join(ToolchainRow, ToolchainRow.id == MeasurementRow.toolchain_id)
+        select(*columns_of(MeasurementRow))
+        .outerjoin(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
         .order_by(MeasurementRow.created_at.desc(), MeasurementRow.id.desc())
     )
 
@@ -120,12 +138,10 @@ Choose = Callable[[Problem, Iterable[PlainRow]], "Collection[int] | None"]
 
 
 class WithoutSamples:
-    """Reads the measurements of one kernel on one arch, a problem at a time and without their samples.
+    """Reads the measurements of one kernel on one arch, a problem at a time and without their samples."""
 
-    Records are made without the checks of :func:`record_of`, which take most of the time where there are a million.
-    """
-
-    def __init__(self, session: Session, arch: str, kernel: KernelClass) -> None:
+    def __init__(self, rows: RowReader, session: Session, arch: str, kernel: KernelClass) -> None:
+        self.rows = rows
         self._wanted = [MeasurementRow.arch == arch, MeasurementRow.kernel == kernel.name, UNDISTURBED]
         if not is_shipped(kernel):  # of one that ships there is no other, and telling takes a look at every row
             self._wanted.append(of_known_kernels(session, self._wanted, kernel))
@@ -133,155 +149,71 @@ class WithoutSamples:
         of_kernel = select(ProblemRow.id).where(ProblemRow.kernel == kernel.name)
         counted = select(MeasurementRow.problem_id, func.count()).where(MeasurementRow.problem_id.in_(of_kernel))
         counts = {row[0]: row[1] for row in session.execute(counted.group_by(MeasurementRow.problem_id))}
+        stored = [each for each in session.scalars(of_kernel) if each in counts]
         self.problems: dict[Problem, tuple[list[str], int]] = {}
         """The problems that were measured: the ids of each, and the number of measurements, also on other archs."""
-        for row in session.scalars(select(ProblemRow)):
-            if row.id in counts:
-                numbers, count = self.problems.get(row.problem, ([], 0))
-                self.problems[row.problem] = [*numbers, row.id], count + counts[row.id]
-        self._kernel = kernel
-        self._devices = {row.id: row.device for row in session.scalars(select(DeviceRow))}
-        self._toolchains = {row.id: row.toolchain for row in session.scalars(select(ToolchainRow))}
-        self._schedules: dict[str, Schedule] = {}
+        known = rows.parents("problems", stored)
+        for number in stored:
+            if number in known:
+                numbers, count = self.problems.get(known[number], ([], 0))
+                self.problems[known[number]] = [*numbers, number], count + counts[number]
         self._samples: dict[int, UnreadSamples] = {}
         self._shared = lru_cache(maxsize=REMEMBERED)(self._circumstances)
 
     def read(self, session: Session, problem: Problem, ids: Collection[int] | None = None) -> list[StoredMeasurement]:
         """The measurements of one problem, or those of it with some ids, the newest first."""
         if ids is None:
-            rows = list(session.execute(self._whole().where(*self._of(problem))))
+            found = list(session.execute(self._selected("samples_us").where(*self._of(problem))))
         else:
-            numbers, rows = sorted(ids), []
+            numbers, found = sorted(ids), []
             for start in range(0, len(numbers), AT_ONCE):
-                some = MeasurementRow.id.in_(numbers[start : start + AT_ONCE])
-                rows += session.execute(self._whole().where(some))
-            rows.sort(key=lambda row: (row.created_at, row.id), reverse=True)
-        self._read_schedules(session, {row.schedule_id for row in rows})
-        return [self._measurement(problem, *row) for row in rows]
+                found += session.execute(
+                    self._selected("samples_us").where(MeasurementRow.id.in_(numbers[start : start + AT_ONCE]))
+                )
+        rows = self.rows
+        typed = list(rows.typed("measurements", found, "samples_us"))
+        self._read_parents(typed)
+        made = list(rows.make("measurements", typed, self._measurement))
+        return made if ids is None else sorted(made, key=lambda each: (each.created_at, each.id), reverse=True)
 
     def plain_rows(self, session: Session, problem: Problem) -> Iterator[PlainRow]:
-        """The measurements of one problem as far as a choice between them asks, the newest first.
-
-        A row takes a fifth of the time of a whole measurement, and few are held at a time.
-        """
-        row = MeasurementRow
-        shared = cast(row.conditions, Text), row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime
-        query = (
-            select(row.id, row.run_id, row.schedule_id, row.fingerprint, row.median_us, row.sample_count, *shared)
-            .where(*self._of(problem))
-            .order_by(row.created_at.desc(), row.id.desc())
-        )
-        schedules, shared_by = self._schedules, self._shared
+        """The measurements of one problem as far as a choice between them asks, the newest first. Few are in memory at a time."""
         # The connection itself gives rows in half of the time that the session takes.
+        query = self._selected(*NOT_CHOSEN_BY).where(*self._of(problem))
         result = session.connection().execute(query, execution_options={"yield_per": AT_ONCE})
         for some in result.partitions():
-            self._read_schedules(session, {found[2] for found in some})
-            for found in some:
-                number, run_id, schedule_id, fingerprint, median_us, samples = found[:6]
-                if type(median_us) is not float:
-                    _check_times(median_us)
-                alike = shared_by(*found[6:])
-                yield PlainRow(number, run_id, schedules[schedule_id], alike, fingerprint, median_us, samples)
+            typed = list(self.rows.typed("measurements", some, *NOT_CHOSEN_BY))
+            self._read_parents(typed)
+            yield from self.rows.make("measurements", typed, self._plain)
+
+    def _plain(self, row: Any) -> PlainRow:
+        shared = self._shared(row.conditions, row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime)
+        schedule = self.rows.parents("schedules", ())[row.schedule_id]
+        return PlainRow(row.id, row.run_id, schedule, shared, row.fingerprint, row.median_us, row.sample_count)
 
     def _circumstances(self, conditions: str, device_id: str, toolchain_id: str, *others: str) -> Circumstances:
-        return Circumstances(_conditions(conditions), self._devices[device_id], self._toolchains[toolchain_id], *others)
+        device, toolchain = (
+            self.rows.parents("devices", ())[device_id],
+            self.rows.parents("toolchains", ())[toolchain_id],
+        )
+        return Circumstances(read_json(Conditions, conditions, "conditions"), device, toolchain, *others)
+
+    def _measurement(self, row: Any) -> StoredMeasurement:
+        count = row.sample_count
+        if count not in self._samples:
+            self._samples[count] = UnreadSamples((0.0,) * count)
+        return self.rows.measurement(row, self._samples[count])
 
     def _of(self, problem: Problem) -> list[ColumnElement[bool]]:
         return [MeasurementRow.problem_id.in_(self.problems[problem][0]), *self._wanted]
 
-    def _read_schedules(self, session: Session, ids: set[str]) -> None:
-        unknown = list(ids - self._schedules.keys())
-        for start in range(0, len(unknown), AT_ONCE):
-            some = select(ScheduleRow).where(ScheduleRow.id.in_(unknown[start : start + AT_ONCE]))
-            self._schedules |= {row.id: row.knobs for row in session.scalars(some)}
+    def _read_parents(self, typed: Iterable[Any]) -> None:
+        for table, column in MEASURED_WITH.items():
+            self.rows.parents(table, {getattr(row, column) for row in typed})
 
-    def _whole(self) -> Select:
-        row = MeasurementRow
-        return select(
-            *(row.id, row.uid, row.run_id, row.source_hash, row.toolchain_id, row.schedule_id, row.device_id),
-            *(row.fingerprint, row.regime, row.runner, row.median_us, row.ci_low_us, row.ci_high_us, row.sample_count),
-            *(cast(row.accuracy, Text), cast(row.conditions, Text), row.created_at),
-        ).order_by(row.created_at.desc(), row.id.desc())
-
-    def _measurement(
-        self,
-        problem: Problem,
-        number: int,
-        uid: str,
-        run_id: int | None,
-        source_hash: str,
-        toolchain_id: str,
-        schedule_id: str,
-        device_id: str,
-        fingerprint: str,
-        regime: str,
-        runner: str,
-        median_us: float,
-        ci_low_us: float,
-        ci_high_us: float,
-        sample_count: int,
-        accuracy: str | None,
-        conditions: str,
-        created_at: datetime,
-    ) -> StoredMeasurement:
-        _check_times(median_us, ci_low_us, ci_high_us)
-        taken = _made(
-            Measurement,
-            problem=problem,
-            schedule=self._schedules[schedule_id],
-            fingerprint=fingerprint,
-            device=self._devices[device_id],
-            regime=regime,
-            median_us=median_us,
-            ci_low_us=ci_low_us,
-            ci_high_us=ci_high_us,
-            samples_us=self._samples.get(sample_count)
-            or self._samples.setdefault(sample_count, UnreadSamples((0.0,) * sample_count)),
-            accuracy=None if accuracy is None else _accuracy(accuracy),
-            conditions=_conditions(conditions),
-            runner=runner,
-        )
-        return _made(
-            StoredMeasurement,
-            id=number,
-            uid=uid,
-            run_id=run_id,
-            kernel=self._kernel.name,
-            source_hash=source_hash,
-            toolchain=self._toolchains[toolchain_id],
-            measurement=taken,
-            created_at=created_at,
-        )
-
-
-def _check_times(*times: object) -> None:
-    """Refuse what is no number: SQLite takes anything in any column."""
-    for us in times:
-        if type(us) not in (float, int):
-            raise TypeError(f"a time is {us!r}")
-
-
-def _made(kind: type[Made], **values: Any) -> Made:
-    """A frozen record of values that need no check: its own constructor takes three times as long."""
-    made = object.__new__(kind)
-    made.__dict__.update(values)
-    return made
-
-
-@lru_cache(maxsize=REMEMBERED)
-def _conditions(text: str) -> Conditions:
-    """The conditions that stand in a row. The measurements of one run share them."""
-    return decode(Conditions, json.loads(text), "conditions")
-
-
-def _accuracy(text: str) -> Accuracy:
-    try:
-        return _READ_ACCURACY.decode(text)
-    except msgspec.MsgspecError:
-        return decode(Accuracy, json.loads(text), "accuracy")  # which says what is wrong
-
-
-_READ_ACCURACY = msgspec.json.Decoder(Accuracy)
+    def _selected(self, *left_out: str) -> Select:
+        newest = (MeasurementRow.created_at.desc(), MeasurementRow.id.desc())
+        return select(*columns_of(MeasurementRow, *left_out)).order_by(*newest)
 
 
 def of_known_kernels(
@@ -304,6 +236,8 @@ def of_known_kernels(
     )
     others = []
     for name, note in session.execute(sources):
+        if not isinstance(note, str):
+            continue
         try:
             mine = may_be_of(note, kernel or kernel_named(name))
         except ConfigError:  # nobody here can tell
@@ -334,113 +268,16 @@ def select_latest(conditions: list[ColumnElement[bool]]) -> Select:
 
 
 def select_landscapes() -> Select:
-    """Selects (problem, device name, arch, regime, distinct programs, measurements).
+    """Selects (problem id, device name, arch, regime, distinct programs, measurements).
 
     Schedules count programs, because only one of several schedules that give equal programs is measured. Fingerprints would
     not do: two launch grids of one machine code are two programs.
     """
-    keys = (ProblemRow, DeviceRow.name, DeviceRow.arch, MeasurementRow.regime)
+    keys = (ProblemRow.id, DeviceRow.name, DeviceRow.arch, MeasurementRow.regime)
     return (
         select(*keys, func.count(MeasurementRow.schedule_id.distinct()), func.count(MeasurementRow.id))
         .select_from(MeasurementRow)
         .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
         .join(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
-        .group_by(ProblemRow.id, *keys[1:])
+        .group_by(*keys)
     )
-
-
-def select_failures() -> Select:
-    """Selects (failure, schedule, problem or None, device name or None), the newest first."""
-    return (
-        select(FailureRow, ScheduleRow, ProblemRow, DeviceRow.name)
-        .join(ScheduleRow, ScheduleRow.id == FailureRow.schedule_id)
-        .outerjoin(ProblemRow, ProblemRow.id == FailureRow.problem_id)
-        .outerjoin(DeviceRow, DeviceRow.id == FailureRow.device_id)
-        .order_by(FailureRow.id.desc())
-    )
-
-
-@cache
-def select_entries(*columns: str) -> Select:
-    """Selects entries as :func:`entry_of` takes them, with the measurement but not its samples.
-
-    The values of `columns` are given by name when the statement is executed. Statements are remembered, because making one
-    takes longer than SQLite takes to run it.
-    """
-    runner_up, measured_by = aliased(ScheduleRow), aliased(ToolchainRow)
-    return (
-        select(EntryRow, ProblemRow, ScheduleRow, runner_up, ToolchainRow, MeasurementRow, DeviceRow, measured_by)
-        .join(ProblemRow, ProblemRow.id == EntryRow.problem_id)
-        .join(ScheduleRow, ScheduleRow.id == EntryRow.schedule_id)
-        .outerjoin(runner_up, runner_up.id == EntryRow.runner_up_id)
-        .outerjoin(ToolchainRow, ToolchainRow.id == EntryRow.toolchain_id)
-        .outerjoin(MeasurementRow, MeasurementRow.id == EntryRow.measurement_id)
-        .outerjoin(DeviceRow, DeviceRow.id == MeasurementRow.device_id)
-        .outerjoin(measured_by, measured_by.id == MeasurementRow.toolchain_id)
-        .options(defer(MeasurementRow.samples_us))
-        .where(*(getattr(EntryRow, name) == bindparam(name) for name in columns))
-    )
-
-
-def measurement_of(
-    row: MeasurementRow, problem: ProblemRow, schedule: ScheduleRow, device: DeviceRow, toolchain: ToolchainRow
-) -> StoredMeasurement:
-    """The measurement of rows that :func:`select_measurements` returned."""
-    taken = record_of(Measurement, row, problem=problem.problem, schedule=schedule.knobs, device=device.device)
-    return record_of(StoredMeasurement, row, toolchain=toolchain.toolchain, measurement=taken)
-
-
-def entry_of(
-    row: EntryRow,
-    problem: ProblemRow,
-    schedule: ScheduleRow,
-    runner_up: ScheduleRow | None,
-    toolchain: ToolchainRow | None,
-    measurement: MeasurementRow | None,
-    device: DeviceRow | None,
-    measured_by: ToolchainRow | None,
-) -> Entry:
-    """The entry of rows that :func:`select_entries` returned."""
-    summary = None
-    if measurement and device and measured_by:
-        summary = record_of(
-            MeasurementSummary,
-            measurement,
-            samples=measurement.sample_count,
-            device=device.device,
-            toolchain=measured_by.toolchain,
-        )
-    return record_of(
-        Entry,
-        row,
-        kernel=row.kernel.partition(NAMESAKE)[0],
-        problem=problem.problem,
-        schedule=schedule.knobs,
-        fingerprint=row.fingerprint or "",
-        measurement=summary,
-        runner_up=runner_up.knobs if runner_up else None,
-        ties=tuple(decode(Schedule, tie["schedule"], f"entries[{row.id}].ties") for tie in row.ties),
-        toolchain=toolchain.toolchain if toolchain else None,
-        layer="",
-    )
-
-
-def build_of(
-    row: BuildRow, schedule: ScheduleRow, artifact: ArtifactRow | None, *, toolchain: Toolchain
-) -> BuildRecord:
-    """The build of rows that :func:`select_builds` returned."""
-    return record_of(
-        BuildRecord,
-        row,
-        toolchain=toolchain,
-        schedule=schedule.knobs,
-        fingerprint=row.fingerprint or "",
-        facts=artifact.facts if artifact else None,
-        cubin_bytes=artifact.cubin_bytes if artifact else 0,
-        failure=read_failure(row.failure_kind, row.failure_message) if row.failure_kind else None,
-    )
-
-
-def read_failure(kind: str, message: str | None) -> Failure:
-    """The failure of the two columns that hold one."""
-    return Failure(kind=FailureKind(kind), message=message or "")

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from tiledsched.build.cubin import Artifact, ResourceFacts
 from tiledsched.build.toolchain import Toolchain as Toolchain
@@ -32,27 +31,13 @@ Made = TypeVar("Made")
 
 
 def record_of(kind: type[Made], source: Any, **other: Any) -> Made:
-    """A record whose fields have the values of the attributes of `source` with the same names, or those given in `other`.
-
-    Raises:
-        TypeError: an attribute has a value of another type than the field.
-    """
-    for name, types in _types(kind).items():  # type: ignore[arg-type]  # a class is hashable
-        if name not in other:
-            value = other[name] = getattr(source, name)
-            if not isinstance(value, types):  # SQLite takes anything in any column
-                raise TypeError(f"{name} is {value!r}")
-    return kind(**other)
+    """A record whose fields have the values of the attributes of `source` with the same names, or those given in `other`."""
+    return kind(**other, **{name: getattr(source, name) for name in _names(kind) if name not in other})  # type: ignore[arg-type]  # a class is hashable
 
 
 @cache
-def _types(kind: type) -> dict[str, tuple[type, ...]]:
-    """The types that the value of each field may have."""
-    found = {}
-    for name, hint in get_type_hints(kind).items():
-        arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        found[name] = tuple(get_origin(arm) or arm for arm in arms) + ((int,) if float in arms else ())
-    return found
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))
 
 
 class Printable:

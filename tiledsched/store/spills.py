@@ -7,7 +7,7 @@ the classes that the kernel says (`spill_class`); `python -m docs.studies.served
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.device import arch_spec
@@ -17,6 +17,7 @@ from tiledsched.core.resources import ResourceFacts, spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.evidence import nearest_compiler
 from tiledsched.store.manifest import model_file
+from tiledsched.store.rows import RowReader, quoted, where
 
 Spills = Mapping[str, Mapping[str, int]]
 """By the id of a schedule, then of a class of problems, the bytes of registers that the program spills a thread, where that is
@@ -65,4 +66,30 @@ def joined(*of: Spills) -> Spills:
     for each in of:
         for schedule, classes in each.items():
             found.setdefault(schedule, {}).update(classes)
+    return found
+
+
+def stored(rows: RowReader, compiler: str, of: Mapping[str, str], schedules: Iterable[str] | None = None) -> Spills:
+    """What a database knows of programs under a compiler's version. Of one that several toolchains of that version built, the
+    newest build counts.
+
+    Args:
+        rows: reads the database.
+        compiler: the version.
+        of: values of columns of builds.
+        schedules: the ids of the schedules that are meant; None for all.
+    """
+    tables = (
+        "JOIN toolchains t ON t.id = r.toolchain_id "
+        "LEFT JOIN artifacts a ON a.arch = r.arch AND a.fingerprint = r.fingerprint"
+    )
+    failed = f"r.failure_kind IN ({quoted(OF_THE_PROGRAM)})"
+    lost = f"({failed} OR CAST(a.facts AS TEXT) NOT LIKE :whole)"  # the first look; the facts themselves decide
+    some = [] if schedules is None else [f"r.schedule_id IN ({quoted(schedules)})"]
+    rest = f"{tables} {where(of, 't.tileiras = :compiler', lost, *some)} ORDER BY r.created_at, r.id"
+    found: dict[str, dict[str, int]] = {}
+    for build in rows.builds({**of, "compiler": compiler, "whole": '%"spill_bytes": 0,%'}, rest):
+        outcome = build.failure or build.facts
+        if outcome and (size := lost_bytes(outcome)):
+            found.setdefault(build.schedule.id, {})[build.problem_class.id] = size
     return found

@@ -5,6 +5,7 @@ Rows that others refer to are inserted first, and only where they are missing: t
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -24,7 +25,6 @@ from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import standing
 from tiledsched.store.models import (
-    NAMESAKE,
     ArtifactRow,
     Base,
     BuildRow,
@@ -35,13 +35,14 @@ from tiledsched.store.models import (
     ScheduleRow,
     ToolchainRow,
 )
-from tiledsched.store.reading import entry_of, measurement_of, select_entries, select_measurements
+from tiledsched.store.reading import rows_of, select_measurements
 from tiledsched.store.records import PROVENANCES, ArtifactRecord, BuildRecord, Entry, StoredMeasurement, Toolchain
+from tiledsched.store.rows import NAMESAKE, where
 
 BUILD_KEY = ("kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id")
 ENTRY_KEY = ("kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", "compiler")
-AT_ONCE = 10_000
-"""The most values in one statement: SQLite takes 32,766."""
+AT_ONCE = 2_000
+"""Records that are written at once."""
 
 
 def now() -> datetime:
@@ -98,6 +99,7 @@ class Parents:
     def __init__(self) -> None:
         self._rows: dict[type[Base], dict[Any, dict[str, Any]]] = defaultdict(dict)
         self._ids: dict[Any, str] = {}
+        self._artifacts: set[tuple[str, str]] = set()
 
     def add(self, value: Problem | Schedule | Toolchain | Device) -> str:
         """Add the row of a value, and return its id."""
@@ -109,15 +111,18 @@ class Parents:
 
     def artifact(self, arch: str, fingerprint: str) -> str:
         """Add an artifact without facts, unless it is known, and return its fingerprint."""
-        row = {"arch": arch, "fingerprint": fingerprint, "facts": None, "cubin_bytes": 0}
-        self._rows[ArtifactRow][arch, fingerprint] = row
+        if (arch, fingerprint) not in self._artifacts:
+            self._artifacts.add((arch, fingerprint))
+            row = {"arch": arch, "fingerprint": fingerprint, "facts": None, "cubin_bytes": 0}
+            self._rows[ArtifactRow][arch, fingerprint] = row
         return fingerprint
 
     def insert(self, session: Session) -> None:
-        """Insert the rows that are missing."""
+        """Insert the rows that are missing, of those that were added since the last time."""
         for model in sorted(self._rows, key=lambda each: each.__tablename__):
             # Every writer inserts in this order, so that no two wait for each other.
             insert_missing(session, model, [row for _, row in sorted(self._rows[model].items())])
+        self._rows.clear()
 
 
 def _row_of(value: Problem | Schedule | Toolchain | Device) -> tuple[type[Base], dict[str, Any]]:
@@ -170,46 +175,50 @@ def put_builds(session: Session, records: Sequence[BuildRecord]) -> None:
     upsert(session, BuildRow, rows, BUILD_KEY)
 
 
-def put_measurements(session: Session, records: Sequence[StoredMeasurement]) -> int:
-    """Store the measurements whose uid is not stored, and return how many those are."""
-    uids = sorted({record.uid for record in records})
-    known: set[str] = set()
-    for start in range(0, len(uids), AT_ONCE):
-        known.update(
-            session.scalars(select(MeasurementRow.uid).where(MeasurementRow.uid.in_(uids[start : start + AT_ONCE])))
-        )
-    parents = Parents()
-    # Every writer inserts in this order, so that no two wait for each other.
-    new = sorted(
-        {record.uid: record for record in records if record.uid not in known}.values(), key=lambda each: each.uid
-    )
-    rows = [
-        _row(
-            MeasurementRow,
-            taken,
-            uid=record.uid,
-            run_id=record.run_id,
-            kernel=record.kernel,
-            source_hash=record.source_hash,
-            toolchain_id=parents.add(record.toolchain),
-            problem_id=parents.add(taken.problem),
-            schedule_id=parents.add(taken.schedule),
-            device_id=parents.add(taken.device),
-            arch=taken.device.arch,
-            fingerprint=parents.artifact(taken.device.arch, taken.fingerprint),
-            sample_count=len(taken.samples_us),
-            created_at=record.created_at,
-        )
-        for record, taken in ((each, each.measurement) for each in new)
-    ]
-    parents.insert(session)
-    insert_missing(session, MeasurementRow, rows)
-    return len(rows)
+def put_measurements(session: Session, records: Iterable[StoredMeasurement]) -> tuple[int, int]:
+    """Store the measurements whose uid is not stored, some at a time; returns the numbers of those and of the others."""
+    parents, added, kept = Parents(), 0, 0
+    records = iter(records)
+    while taken_now := list(itertools.islice(records, AT_ONCE)):
+        some = {record.uid: record for record in taken_now}
+        known = set(session.scalars(select(MeasurementRow.uid).where(MeasurementRow.uid.in_(some))))
+        # Every writer inserts in this order, so that no two wait for each other.
+        new = [some[uid] for uid in sorted(some.keys() - known)]
+        rows = [
+            _row(
+                MeasurementRow,
+                taken,
+                uid=record.uid,
+                run_id=record.run_id,
+                kernel=record.kernel,
+                source_hash=record.source_hash,
+                toolchain_id=parents.add(record.toolchain),
+                problem_id=parents.add(taken.problem),
+                schedule_id=parents.add(taken.schedule),
+                device_id=parents.add(taken.device),
+                arch=taken.device.arch,
+                fingerprint=parents.artifact(taken.device.arch, taken.fingerprint),
+                sample_count=len(taken.samples_us),
+                created_at=record.created_at,
+            )
+            for record, taken in ((each, each.measurement) for each in new)
+        ]
+        parents.insert(session)
+        insert_missing(session, MeasurementRow, rows)
+        added += len(rows)
+        kept += len(taken_now) - len(rows)
+    return added, kept
 
 
-def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
+def put_entry(session: Session, record: Entry, *, merging: bool, parents: Parents | None = None) -> str:
     """Store an entry, unless the stored one with its key is stronger, or, with `merging`, has evidence as good. An entry that was
     measured while the GPU's clock was held down never replaces one that was not.
+
+    Args:
+        session: a session in a write transaction.
+        record: the entry.
+        merging: whether it is of another database or a file.
+        parents: knows the rows that entries of the same transaction refer to.
 
     Returns:
         `added`, `replaced` or `kept`.
@@ -228,7 +237,7 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
         raise DatabaseError(f"the entry for {record.problem} says measured and names no measurement; record that first")
     if record.updated_at is None:
         record = record.replace(updated_at=now())
-    parents = Parents()
+    parents = parents or Parents()
     row = _row(
         EntryRow,
         record,
@@ -248,8 +257,9 @@ def put_entry(session: Session, record: Entry, *, merging: bool) -> str:
     row = keyed
     same = [getattr(EntryRow, name) == row[name] for name in ENTRY_KEY]
     if merging:
-        there = entry_of(*session.execute(select_entries().where(*same).with_for_update(of=EntryRow)).one())
-        keep = standing(there) <= standing(record)
+        words = {name: row[name] for name in ENTRY_KEY}
+        there = rows_of(session, "").entries(words, where(words))  # which `_keyed` locked; none where it is damaged
+        keep = bool(there) and standing(there[0]) <= standing(record)
     else:
         columns = (EntryRow.provenance, EntryRow.source_hash, EntryRow.measurement_id)
         found = session.execute(select(*columns).where(*same).with_for_update()).one()
@@ -288,8 +298,11 @@ def _slower_clock(session: Session, new: int | None, old: int | None) -> bool:
     """Whether the clock was held down during the measurement of number `new`, and not during that of number `old`."""
     if new is None or old is None:
         return False
-    both = [session.execute(select_measurements().where(MeasurementRow.id == number)).one() for number in (new, old)]
-    taken = [measurement_of(*rows).measurement for rows in both]
+    found = session.execute(select_measurements().where(MeasurementRow.id.in_((new, old))))
+    by_id = {stored.id: stored.measurement for stored in rows_of(session, "").measurements(found)}
+    if by_id.keys() != {new, old}:  # one is damaged
+        return False
+    taken = [by_id[new], by_id[old]]
     seen_mhz = max(each.conditions.sm_clock_mhz for each in taken)
     slow, before = (bool(describe_throttling(each.conditions, each.device, each.regime, seen_mhz)) for each in taken)
     return slow and not before

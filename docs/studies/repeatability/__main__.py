@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from docs.studies.flags import positive, words
+from docs.studies.flags import flag, parser_with, positive, words
 from docs.studies.repeatability import methods
 from docs.studies.repeatability.rows import METHODS, StudyRow, append_rows, check_columns, read_rows
 from docs.studies.repeatability.session import find_field, run_session
@@ -37,20 +37,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         ConfigError: neither a summary is asked for, nor problems and a file are given.
     """
-    parser = argparse.ArgumentParser(
+    parser = parser_with(
+        flag("kernel", nargs="?", default="attention", help="which kernel (default: attention)"),
+        flag("-p", "--problem", nargs="+", default=[], help="problems, as `tiledsched tune -p` takes them"),
+        flag("--programs", type=positive, default=100, help="programs to choose among, per problem (100)"),
+        flag("--methods", type=words(METHODS), default=list(METHODS[:3]), help=", ".join(METHODS)),
+        flag("--seed", type=int, help="of the order of problems and methods (default: the time)"),
+        flag("--csv", type=Path, help="the file to which the rows are appended"),
+        flag("--jobs", type=positive, help="compile processes (default: one per CPU)"),
+        flag("--db", help="the database (default: the user's)"),
+        flag("--summary", type=Path, help="measure nothing: sum up the rows of this file"),
         prog="python -m docs.studies.repeatability",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kernel", nargs="?", default="attention", help="which kernel (default: attention)")
-    parser.add_argument("-p", "--problem", nargs="+", default=[], help="problems, as `tiledsched tune -p` takes them")
-    parser.add_argument("--programs", type=positive, default=100, help="programs to choose among, per problem (100)")
-    parser.add_argument("--methods", type=words(METHODS), default=list(METHODS[:3]), help=", ".join(METHODS))
-    parser.add_argument("--seed", type=int, help="of the order of problems and methods (default: the time)")
-    parser.add_argument("--csv", type=Path, help="the file to which the rows are appended")
-    parser.add_argument("--jobs", type=positive, help="compile processes (default: one per CPU)")
-    parser.add_argument("--db", help="the database (default: the user's)")
-    parser.add_argument("--summary", type=Path, help="measure nothing: sum up the rows of this file")
     options = parser.parse_args(arguments)
     if not options.summary and not (options.problem and options.csv):
         raise ConfigError(

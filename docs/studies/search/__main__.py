@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from docs.studies.flags import names, positive
+from docs.studies.flags import flag, names, parser_with, positive
 from docs.studies.search.bench import held_out_landscapes, run_bench, shipped_landscapes
 from docs.studies.search.figure import draw
 from docs.studies.search.methods import METHODS
@@ -30,16 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: a landscape or a method is unknown, or a method needs a package that is not installed.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.studies.search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_with(
+        flag("kernel", nargs="?", default="attention", help="which kernel (default: attention)"),
+        flag("--samplers", type=names, help="which methods, with commas between them (default: all)"),
+        flag("--seeds", type=positive, default=50, help="runs of each on each landscape, at most (50)"),
+        flag("--landscapes", nargs="+", type=Path, help="what to search (default: what ships)"),
+        flag("--jobs", type=positive, default=default_jobs(), help="processes (default: one per CPU)"),
+        flag("--csv", type=Path, help="keep a row for each run here; rows of other methods stay"),
+        flag("--figure", type=Path, help="draw the summary (PNG or SVG)"),
+        prog="python -m docs.studies.search",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kernel", nargs="?", default="attention", help="which kernel (default: attention)")
-    parser.add_argument("--samplers", type=names, help="which methods, with commas between them (default: all)")
-    parser.add_argument("--seeds", type=positive, default=50, help="runs of each on each landscape, at most (50)")
-    parser.add_argument("--landscapes", nargs="+", type=Path, help="what to search (default: what ships)")
-    parser.add_argument("--jobs", type=positive, default=default_jobs(), help="processes (default: one per CPU)")
-    parser.add_argument("--csv", type=Path, help="keep a row for each run here; rows of other methods stay")
-    parser.add_argument("--figure", type=Path, help="draw the summary (PNG or SVG)")
     options = parser.parse_args(arguments)
     paths = options.landscapes or [*shipped_landscapes(options.kernel), *held_out_landscapes(options.kernel)]
     runs = read_runs(options.csv) if options.csv and options.csv.exists() else []

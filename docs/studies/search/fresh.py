@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from docs.studies.flags import flag, parser_with
 from tiledsched.core.config import load_settings
 from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.problem import Problem
@@ -146,13 +147,15 @@ def race(problem: Problem, schedules: Mapping[str, Schedule], folder: Path, jobs
 
 def main() -> None:
     """Print a line for each problem, and write all lines to the file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--csv", required=True, type=Path)
-    parser.add_argument("--part", default="0/1", help="every how manieth problem, from which on, e.g. 0/2")
-    parser.add_argument("--thorough-budget", default="40", help="seconds of the thorough search (default: 40)")
-    parser.add_argument("--equal", metavar="EFFORT", choices=tuple(EFFORTS), help="compare with and without neighbours")
-    parser.add_argument("--seconds", action="store_true", help="only time the quick tunes")
-    parser.add_argument("--jobs", type=int, default=16, help="compile processes (default: 16)")
+    parser = parser_with(
+        flag("--csv", required=True, type=Path),
+        flag("--part", default="0/1", help="every how manieth problem, from which on, e.g. 0/2"),
+        flag("--thorough-budget", default="40", help="seconds of the thorough search (default: 40)"),
+        flag("--equal", metavar="EFFORT", choices=tuple(EFFORTS), help="compare with and without neighbours"),
+        flag("--seconds", action="store_true", help="only time the quick tunes"),
+        flag("--jobs", type=int, default=16, help="compile processes (default: 16)"),
+        description=(__doc__ or "").splitlines()[0],
+    )
     options = parser.parse_args()
     start, step = map(int, options.part.split("/"))
     columns = SECONDS_COLUMNS if options.seconds else EQUAL_COLUMNS if options.equal else COLUMNS

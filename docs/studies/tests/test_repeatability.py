@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 
 import pytest
 from fake_builds import FakeBuilds, print_of
+from golden import check_golden
 from store_samples import DEVICE, TOOLCHAIN, artifact, measurement
 
 from docs.studies.repeatability import __main__ as command
@@ -224,28 +225,8 @@ STUDY = [
 ]
 
 
-def test_summary_of_methods() -> None:
-    race, in_turn, exhaustive = summarise(STUDY).methods
-    assert (race.method, race.problems, race.sessions, race.choices) == ("race", 1, 3, 3)
-    assert race.same_winner == pytest.approx(2 / 3)
-    assert race.in_tie_set == 1.0
-    # x of a in b but not in c; x of b in a but not in c; y of c in both
-    assert race.in_other_tie_sets == pytest.approx(4 / 6)
-    assert race.worst_regret == 0.02
-    assert race.mean_regret == pytest.approx((1.0 * 1.01 * 1.02) ** (1 / 3) - 1)
-    assert (race.median_device_seconds, race.ratio_to_race) == (6.0, 1.0)
-    assert in_turn.same_winner == pytest.approx(1 / 3)
-    assert in_turn.in_tie_set == pytest.approx(1 / 3)
-    assert in_turn.in_other_tie_sets == pytest.approx(1 / 6)
-    assert in_turn.mean_regret == pytest.approx((1.0 * 1.21 * 1.1) ** (1 / 3) - 1)
-    assert (in_turn.worst_regret, in_turn.failures) == (0.21, 2)
-    assert in_turn.median_device_seconds == 2.0
-    assert in_turn.ratio_to_race == 0.25  # of 1/4, 3/6 and 2/8
-    assert exhaustive.same_winner == 0.5
-    assert exhaustive.in_tie_set == 0.5
-    assert (exhaustive.worst_regret, exhaustive.mean_regret) == (0.0, 0.0)
-    assert exhaustive.median_kernel_seconds == 3.5
-    assert exhaustive.ratio_to_race == pytest.approx((8 / 4 + 9 / 6) / 2)
+def test_the_summary_says_how_often_and_how_well_each_method_chose() -> None:
+    check_golden("studies/repeatability.md", summarise(STUDY).to_markdown())
 
 
 # The command

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-@pytest.fixture(autouse=True)
-def serving(monkeypatch, tmp_path):
-    """Nothing is tuned, and what goes to torch is not worth a warning here."""
-    from tiledsched.ops import sdpa as module
+from golden import check_golden
+from test_integrations import serving, transformers  # fixtures
 
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    module.reload()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="tiledsched")
-        yield module
-    module.reload()
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers")
-
-
+__all__ = ["serving", "transformers"]
 SMALL = {"hidden": 64, "intermediate": 96, "layers": 1, "heads": 4, "kv_heads": 1, "head_dim": 16, "vocabulary": 64}
 ON_THE_CPU = ["--device", "cpu", "--dtype", "float32", "--layers", "1", "--new-tokens", "3", "--rounds", "2"]
 
@@ -177,15 +161,6 @@ def test_the_summary_is_of_all_runs(small_models) -> None:
         for method in small_models.METHODS
         for phase, ratio in (("prefill", 1.0), ("decode", 1.21))
     ]
-    text = small_models.to_text(rows, 6)
-    assert [line for line in text.splitlines() if line.startswith("| qwen2")] == [
-        f"| qwen2 | 16 | {prompt} | {phase} | {ratio:.3f}x | 0.500 to 3.000 |"
-        for prompt in (1024, 8192)
-        for phase, ratio in (("prefill", 1.0), ("decode", 1.21))
-    ]
-    assert "prefill: 1.000x by geometric mean, least 1.000x." in text
-    assert "First prefill of a process with tiledsched: 100 to 300 ms." in text
-    assert "Calls left to torch: why" in text
-    assert "not measured" not in text
+    check_golden("studies/whole_models.txt", small_models.to_text(rows, 6))
     short = small_models.to_text([row for row in rows if (row.run, row.prompt) != (3, 8192)], 6)  # a budget was spent
     assert "1 of 6 were not measured" in short

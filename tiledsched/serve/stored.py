@@ -1,0 +1,186 @@
+"""What calls read of a database that holds more entries of a kernel than a call can wait for: those near a problem."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tiledsched.core.config import warn_once
+from tiledsched.core.errors import DatabaseError
+from tiledsched.core.problem import Problem
+from tiledsched.store.direct import reading
+from tiledsched.store.evidence import distinct
+from tiledsched.store.records import Entry
+from tiledsched.store.rows import RowReader, kernel_condition, quoted, read_new_json
+from tiledsched.store.spills import Spills, joined, stored
+
+MANY = 1000
+"""Entries of a kernel up to which all of them are read. No more ship for any kernel and arch."""
+NEAREST = 32
+"""Problems whose entries are read, of which the kernel's own distance chooses: twice as many as it transfers from."""
+
+
+class SmClock(msgspec.Struct):
+    """The part of a measurement's conditions that tells whether the clocks of others were held down."""
+
+    sm_clock_mhz: int = 0
+
+
+class StoredEntries:
+    """The entries of one kernel in a database, of which those near a problem are read.
+
+    What decides which are near is read when this object is made: the problems, and no more of their entries.
+
+    Args:
+        url: of the database.
+        kernel: the kernel's name.
+        rows: reads the database.
+    """
+
+    def __init__(self, url: str | None, kernel: str, rows: RowReader) -> None:
+        self._url, self._layer = url, rows.layer
+        self._condition, self._words = kernel_condition(kernel)
+        counted = rows.run(f"SELECT count(*) FROM entries r WHERE {self._condition}", self._words)
+        self.many = next(iter(counted))[0] > MANY
+        """Whether there are so many that a call does not wait for all."""
+        self.raced = False
+        """Whether rivals were timed for any of them."""
+        self.seen_mhz: dict[str, int] = {}
+        """By the name of each GPU, the highest clock behind any of them."""
+        self._known: dict[str, list[Entry]] = {}
+        if self.many:
+            of_kernel = f"FROM entries r WHERE {self._condition}"
+            archs = [arch for (arch,) in rows.run(f"SELECT DISTINCT r.arch {of_kernel}", self._words)]
+            self._archs = quoted(arch for arch in archs if isinstance(arch, str))
+            raced = rows.run(f"SELECT 1 {of_kernel} AND r.rivals IS NOT NULL LIMIT 1", self._words)
+            self.raced = next(iter(raced), None) is not None
+            self._read_clocks(rows)
+            self._read_problems(rows)
+
+    def _read_clocks(self, rows: RowReader) -> None:
+        behind = "SELECT m.device_id, CAST(m.conditions AS TEXT) FROM entries r JOIN measurements m ON m.id = r.measurement_id"
+        read, highest = msgspec.json.Decoder(SmClock).decode, dict[str, int]()
+        for device, conditions in rows.run(f"{behind} WHERE {self._condition}", self._words):
+            with contextlib.suppress(ValueError, TypeError):
+                highest[device] = max(highest.get(device, 0), read(conditions).sm_clock_mhz)
+        for identity, device in rows.parents("devices", highest).items():
+            self.seen_mhz[device.name] = max(self.seen_mhz.get(device.name, 0), highest[identity])
+
+    def _read_problems(self, rows: RowReader) -> None:
+        import numpy as np
+
+        asked = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"
+        found = rows.make(
+            "problems",
+            rows.read("problems", self._words, asked),
+            lambda row: (row.id, _values(read_new_json(dict, row.dims, "dims"))),
+        )
+        problems = dict(found)
+        self.many = bool(problems)
+        self._places = dict.fromkeys(problems)
+        self._names = sorted({name for sizes in problems.values() for name in sizes})
+        self._codes: dict[str, int] = {}
+        places = [self._place(sizes) for sizes in problems.values()]
+        self._sizes, self._words_of = (np.array([place[part] for place in places]) for part in (0, 1))
+
+    def _place(self, values: Mapping[str, int | str]) -> tuple[list[float], list[int]]:
+        """Logarithms of the sizes of a problem, and a number for each of its other values."""
+        sizes, words = [], []
+        for value in (values.get(name, 0) for name in self._names):
+            sizes.append(math.log2(max(1, value)) if isinstance(value, int) else 0.0)
+            words.append(0 if isinstance(value, int) else self._codes.setdefault(value, 1 + len(self._codes)))
+        return sizes, words
+
+    def near(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
+        """The entries of the problem and, unless they are wanted alone, of those nearest to it, by octaves between sizes and
+        by how many other values differ."""
+        ids = dict.fromkeys((problem.id, *([] if alone else self._nearest(problem))))
+        there = [each for each in ids if each in self._places]
+        if new := [each for each in there if each not in self._known]:
+            self._read(new)
+        return [entry for each in there for entry in self._known[each]]
+
+    def _nearest(self, problem: Problem) -> list[str]:
+        import numpy as np
+
+        sizes, words = self._place(_values(problem.to_json()))
+        apart = np.abs(self._sizes - sizes).sum(axis=1) + (self._words_of != words).sum(axis=1)
+        ids = [*self._places]
+        return [ids[place] for place in np.argsort(apart, kind="stable")[:NEAREST]]
+
+    def _read(self, ids: Sequence[str]) -> None:
+        self._known.update((each, []) for each in ids)
+        try:
+            with reading(self._url) as rows:
+                rows.layer = self._layer
+                condition = f"WHERE {self._condition} AND r.arch IN ({self._archs}) AND r.problem_id IN ({quoted(ids)})"
+                for entry in distinct(rows.entries(self._words, condition)):
+                    own = entry.problem.id  # it may be stored under the one that it had once
+                    self._known[own if own in self._known else ids[0]].append(entry)
+        except DatabaseError as error:
+            warn_once(f"{error}; what it holds of near problems is left out")
+
+    def device_names(self, arch: str) -> set[str]:
+        """The GPUs of an arch on which something was measured."""
+        with reading(self._url) as rows:
+            words = {**self._words, "arch": arch}
+            found = rows.run(
+                f"SELECT DISTINCT r.device_name FROM entries r WHERE {self._condition} AND r.arch = :arch", words
+            )
+            return {name for (name,) in found if isinstance(name, str) and name}
+
+
+def _values(problem: Mapping[str, Any]) -> dict[str, int | str]:
+    """The values of a problem: sizes as numbers, several sizes as their sum, all others as text."""
+    found: dict[str, int | str] = {}
+    for name, value in problem.items():
+        whole = sum(value) if type(value) is list and {*map(type, value)} == {int} else value
+        found[name] = whole if type(whole) is int else repr(whole)
+    return found
+
+
+class StoredSpills(Mapping[str, Mapping[str, int]]):
+    """What a database knows of programs that spill registers or do not build, read when it is asked for; see
+    :data:`tiledsched.store.spills.Spills`.
+
+    Args:
+        url: of the database.
+        compiler: the version of the compiler.
+        shipped: what is known apart from the database.
+        of: values of columns of builds.
+    """
+
+    def __init__(self, url: str | None, compiler: str, shipped: Spills, of: Mapping[str, str]) -> None:
+        self._url, self._compiler, self._shipped, self._of = url, compiler, shipped, of
+        self._known: dict[str, Spills] = {}
+
+    def _read(self, schedules: Sequence[str] | None) -> Spills:
+        try:
+            with reading(self._url) as rows:
+                return stored(rows, self._compiler, self._of, schedules)
+        except DatabaseError:  # which a warning has said, when its entries were read
+            return {}
+
+    def __getitem__(self, schedule: str) -> Mapping[str, int]:
+        if schedule not in self._known:
+            self._known[schedule] = joined({schedule: self._shipped.get(schedule, {})}, self._read([schedule]))
+        if not self._known[schedule][schedule]:
+            raise KeyError(schedule)
+        return self._known[schedule][schedule]
+
+    @functools.cached_property
+    def _all(self) -> Spills:
+        found = joined(self._shipped, self._read(None))
+        self._known.update((schedule, {schedule: of}) for schedule, of in found.items())
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
