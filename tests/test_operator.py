@@ -14,8 +14,7 @@ torch = pytest.importorskip("torch")
 import op_kernels as kernels
 from serve_on_cpu import changed, expected, rows_first, tensors
 from test_op import CLOSE, add_groups, group_sums, made, norm, normed, product, scale_, total, trained
-from test_sdpa_features import LENGTHS, SINKS, STARTS
-from test_sdpa_varlen import KEYS, ROWS, packed_tensors
+from test_sdpa_features import KEYS, LENGTHS, ROWS, SINKS, STARTS, packed_tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from torch.utils._pytree import tree_map_only

@@ -153,18 +153,6 @@ def test_a_mask_that_is_more_than_its_memory_is_left_alone() -> None:
         assert hidden_ends(torch.zeros(3, 7), Q, K) == (None, None)
 
 
-@pytest.mark.parametrize("fallback", ["torch", "error"])
-@pytest.mark.parametrize("hidden", [None, HIDDEN])
-def test_sdpa_serves_it(hidden, fallback, launches, quiet) -> None:
-    q, k, v = tensors(batch=3, rows=5, keys=7)
-    mask = (LEFT_AND_RIGHT.clone() if hidden is None else added(LEFT_AND_RIGHT, hidden, torch.float16))[:, None, None]
-    wanted = functional.scaled_dot_product_attention(q, k, v, mask)
-    with configure(fallback=fallback):
-        for call in range(3):
-            torch.testing.assert_close(sdpa(q, k, v, mask), wanted, **CLOSE)
-            assert len(launches) == call + 1
-
-
 def test_diffusers_serves_it_at_once(launches) -> None:
     q, k, v = (each.transpose(1, 2) for each in tensors(batch=3, rows=5, keys=7))
     for mask in (LEFT_AND_RIGHT, LEFT_AND_RIGHT[:, None, None]):

@@ -1,6 +1,8 @@
-"""Matrix products: what is special about each of them. What they have in common is tested in `test_kernels`."""
+"""Matrix products and kernels over rows: what is special about each. What they have in common is tested in `test_kernels`."""
 
 from __future__ import annotations
+
+import math
 
 import ml_dtypes
 import numpy as np
@@ -13,10 +15,14 @@ from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import LARGEST, to_storage
+from tiledsched.kernels.glu.declaration import erfc
 from tiledsched.kernels.grouped_matmul import GroupedMatmul
 from tiledsched.kernels.grouped_matmul.declaration import OFFSET_KINDS, group_ends, most_tiles
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.product_schedules import combine_tile
+from tiledsched.kernels.rms_norm import RmsNorm
+from tiledsched.kernels.rms_norm_backward import RmsNormBackward
+from tiledsched.kernels.rope import Rope
 from tiledsched.kernels.scaled_matmul import ScaledMatmul
 
 GROUPED = ({}, NARROW, {"STORE": "view", "PERSISTENT": False})
@@ -249,3 +255,66 @@ def test_hopper_spills_nothing(store, persistent):
         GroupedMatmul, p, untouched(GroupedMatmul, STORE=store, PERSISTENT=persistent), "sm_90"
     ).facts
     assert (facts.threads, facts.spill_bytes) == (384, 0)
+
+
+# Kernels over rows
+
+
+ONE_TILE = Schedule({name: each.default for name, each in RmsNorm.knob_fields().items()} | {"TILE_COLUMNS": 512})
+
+
+def test_the_sum_is_normalised_before_it_is_rounded():
+    """A residual of a thousand and elements of a thousandth: rounded, the sums would all be equal."""
+    p = RmsNorm.problem(rows=4, columns=256, residual=True, dtype="float16")
+    inputs = make_inputs(RmsNorm, p)
+    inputs["X"] = (inputs["X"] * 100).astype(np.float16)
+    inputs["R"] = (-inputs["X"].astype(np.float32) + 1e-3 * inputs["R"].astype(np.float32)).astype(np.float16)
+    check(RmsNorm, p, ONE_TILE, inputs)
+
+
+def test_rows_of_zeros_stay_zero():
+    p = RmsNorm.problem(rows=3, columns=100)
+    inputs = make_inputs(RmsNorm, p)
+    inputs["X"][1] = 0
+    out = run_schedule(RmsNorm, p, ONE_TILE, inputs)["Out"]
+    assert np.isfinite(out.astype(np.float32)).all()
+    assert not out[1].astype(np.float32).any()
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        {"TILE_COLUMNS": 1024, "HOLD": True, "AHEAD": True},
+        {"TILE_COLUMNS": 512, "HOLD": False, "AHEAD": False, "loads": "tma"},
+    ],
+    ids=str,
+)
+def test_the_gradient_of_the_weight_has_the_same_bits_in_any_order_of_blocks(walk):
+    """It is summed up in float32, which has the half that is left of 300 ones."""
+    p = RmsNormBackward.problem(rows=301, columns=24, dtype="float16")
+    s = Schedule({"TILE_ROWS": 2, "loads": "plain", "num_worker_warps": 4, "occupancy": 1, "BLOCKS": 16} | walk)
+    inputs = make_inputs(RmsNormBackward, p)
+    found = [run_schedule(RmsNormBackward, p, s, inputs, order)["dW"] for order in ("forward", "reverse")]
+    assert np.array_equal(*found)
+    ones = {"X": np.ones((301, 24)), "dOut": np.ones((301, 24)), "W": np.ones(24)}
+    ones["dOut"][-1] = -299.5
+    halves = {name: each.astype(np.float16) for name, each in ones.items()}
+    np.testing.assert_allclose(run_schedule(RmsNormBackward, p, s, halves)["dW"], 0.5, atol=2e-3)
+
+
+def test_the_complementary_error_function_is_that_of_the_standard_library():
+    x = np.concatenate([np.linspace(-9, 9, 1001), [0.125, 0.25, 1e-9, 0.0, 30.0]])
+    np.testing.assert_allclose(erfc(np, x), [math.erfc(each) for each in x], rtol=1e-13, atol=1e-300)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tables": 2}, "all sequences have the same angles, or each has its own"),
+        ({"parts": 1, "width": 7}, "a head is pairs of elements"),
+    ],
+    ids=["tables", "width"],
+)
+def test_angles_that_fit_no_sequence_or_head_are_refused(more, words):
+    with pytest.raises(ProblemError, match=words):
+        Rope.problem(batch=3, seq=5, q_heads=2, k_heads=1, **more)

@@ -412,19 +412,28 @@ def test_a_backend_of_torchs_is_called_by_its_own_operator(monkeypatch, name) ->
     assert not said.get("compute_log_sumexp")
 
 
-def test_torchs_backends_are_rivals_where_their_masks_are_ours() -> None:
-    def named(**more) -> set[str]:
-        return set(attention_rivals.raced(problem(kv_heads=4, **more))) & set(attention_rivals.BACKENDS)
+LOWER, EVERY = {"causal": True, "alignment": "bottom_right"}, set(attention_rivals.BACKENDS)
 
-    every = set(attention_rivals.BACKENDS)
-    assert named() == named(causal=True) == named(seq_k=40) == every
-    assert named(seq_k=40, causal=True) == every - {"torch_flash"}  # which aligns at the bottom right
-    assert named(seq_k=40, causal=True, alignment="bottom_right") == {"torch_flash"}
-    assert named(seq_q=1, causal=True, alignment="bottom_right") == every  # the mask hides nothing
-    assert named(seq_q=40, causal=True, alignment="bottom_right") == set()
-    assert named(lse=True) == {"torch_cudnn", "torch_flash"}
-    assert named(causal=True, window=4) == named(lengths=True) == set()
-    assert "torch_efficient" not in attention_rivals.raced(problem())  # grouped heads
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({}, EVERY),
+        ({"causal": True}, EVERY),
+        ({"seq_k": 40}, EVERY),
+        ({"seq_k": 40, "causal": True}, EVERY - {"torch_flash"}),  # which aligns at the bottom right
+        ({"seq_k": 40, **LOWER}, {"torch_flash"}),
+        ({"seq_q": 1, **LOWER}, EVERY),  # the mask hides nothing
+        ({"seq_q": 40, **LOWER}, set()),
+        ({"lse": True}, {"torch_cudnn", "torch_flash"}),
+        ({"causal": True, "window": 4}, set()),
+        ({"lengths": True}, set()),
+        ({"kv_heads": 2}, EVERY - {"torch_efficient"}),
+    ],
+    ids=str,
+)
+def test_torchs_backends_are_rivals_where_their_masks_are_ours(more, named) -> None:
+    assert set(attention_rivals.raced(problem(**{"kv_heads": 4, **more}))) & EVERY == named
 
 
 @pytest.mark.parametrize("p", [COMPUTED[0], *COMPUTED[2:4], COMPUTED[-1], *ONLY_FLEX], ids=str)

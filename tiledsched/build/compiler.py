@@ -21,6 +21,7 @@ from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, relea
 from tiledsched.core import Failure, FailureKind, KernelClass, NoRoomError, Problem, Schedule, arch_spec, load_kernel
 from tiledsched.core.blame import LONGEST, describe
 from tiledsched.core.files import PREFIX, has_room, is_full
+from tiledsched.core.processes import import_cutile
 
 DEFAULT_TIMEOUT_S = 120.0
 MISLEADING_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
@@ -68,8 +69,7 @@ def prepare_process() -> None:
     for name in MISLEADING_VARIABLES:
         os.environ.pop(name, None)
     os.environ["CUDA_TILE_CACHE_DIR"] = "off"
-    # Else it makes a folder as it is imported, which whoever is killed leaves behind.
-    os.environ.setdefault("CUDA_TILE_TEMP_DIR", tempfile.gettempdir())
+    import_cutile()
 
 
 NO_MEANS = re.compile("cannot allocate memory|read-only file system|too many open files", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Programs that are served where nothing was measured: which are built, what is written of them, and that processes agree."""
+"""Programs that are served, shipped or modelled: which are built, what is written of them, and that processes agree."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ import math
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
+import pytest
 import store_samples
+import store_samples as samples
 
+from docs.studies import modelled_programs as study
 from docs.studies.served_programs import DRAWN, add, build_all, drawn
+from docs.studies.shipped_programs import HEAD, row
+from tiledsched.build.compiler import Built
+from tiledsched.build.cubin import Artifact
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.softmax import Softmax
+from tiledsched.store.build_files import read_builds
 from tiledsched.store.spills import DOES_NOT_BUILD
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
@@ -85,3 +95,81 @@ def test_processes_serve_the_same_whatever_their_hashes(tmp_path) -> None:
         for seed in ("1", "2")
     ]
     assert said[0] == said[1] != b"[]\n"
+
+
+# What shipped tables serve, compiled: each program counts once, and those that fail or spill are named
+
+
+def test_each_program_counts_once_and_those_that_fail_or_spill_are_named() -> None:
+    problems = [samples.PROBLEM.replace(batch=number) for number in range(1, 5)]
+    spills = {1: 0, 2: MAX_SPILL_BYTES + 8, 3: None}
+    entries = [
+        samples.entry("modelled", problem=problem, schedule=samples.schedule(occupancy=occupancy))
+        for problem, occupancy in zip(problems, (1, 2, 2, 3), strict=True)
+    ]
+
+    def record(schedule, problem):
+        kept = spills[schedule["occupancy"]]
+        failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message="stopped") if kept is None else None
+        facts = None if kept is None else SimpleNamespace(spill_bytes=kept)
+        return SimpleNamespace(key=schedule.id, facts=facts, failure=failure)
+
+    builder = SimpleNamespace(arch="sm_121", kernel=SimpleNamespace(name="attention"), record=record)
+    cells, lines = row(builder, entries)
+    assert dict(zip(HEAD[2:], map(int, cells[2:]), strict=True)) == {
+        "entries": 4,
+        "programs": 3,
+        "fail": 1,
+        "spill more than the limit": 1,
+        "most bytes spilled": MAX_SPILL_BYTES + 8,
+        "entries of those": 3,
+    }
+    assert [line.partition(": ")[2] for line in lines] == [
+        f"{entries[1].schedule.short()} spills {MAX_SPILL_BYTES + 8} bytes",
+        f"{entries[3].schedule.short()} compile_timeout: stopped",
+    ]
+
+
+# Modelled programs
+
+
+class NothingCompiled:
+    """Compiles nothing. Machine code depends on the schedule alone, or, where told so, on the arch as well."""
+
+    def __init__(self, ends_after=10**9, by_arch=False):
+        self.tasks, self.ends_after, self.by_arch = [], ends_after, by_arch
+
+    def build(self, tasks):
+        for task in list(tasks)[: self.ends_after]:
+            self.tasks.append(task)
+            facts = Softmax.cost.expected(task.problem, task.schedule, arch_spec(task.arch))
+            name = task.schedule.id * 2 if not self.by_arch else f"{task.schedule.id}{task.arch:_>12}"
+            artifact = Artifact(arch=task.arch, fingerprint=name, facts=facts, cubin=b"cubin")
+            yield Built(task=task, artifact=artifact, failure=None, seconds=1.0)
+
+
+def compiled(folder, pool, limit=30):
+    kinds = study.kinds_of(Softmax, "sm_121", limit)
+    study.compile_all(kinds, ["sm_120"], folder, pool, time.monotonic() + 60)
+    return read_builds(study.file_of(kinds[0], folder)), kinds[0]
+
+
+@pytest.mark.compiler  # whose version is written
+def test_a_run_goes_on_where_an_earlier_one_stopped(tmp_path):
+    first, _ = compiled(tmp_path, NothingCompiled(ends_after=20))
+    assert (len(first.builds), first.alike) == (20, {})
+    rest = NothingCompiled()
+    whole, kind = compiled(tmp_path, rest)
+    assert len(rest.tasks) == 10 + study.SAMPLE
+    assert {build.key for build in whole.builds} == set(kind.wanted)
+    assert (whole.space, whole.alike) == (len(kind.wanted), {"sm_120": study.SAMPLE})
+    assert all(whole.builds[place].key in keys for name, keys in kind.serves.items() for place in whole.serves[name])
+    again = NothingCompiled()
+    compiled(tmp_path, again)
+    assert again.tasks == []
+
+
+@pytest.mark.compiler
+def test_another_arch_is_named_only_where_the_machine_code_is_the_same(tmp_path):
+    found, _ = compiled(tmp_path, NothingCompiled(by_arch=True))
+    assert found.alike == {}
