@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -52,6 +54,20 @@ def cli(capsys):
     def run(words, *, code: int = 0, **fakes) -> Printed:
         assert main(words.split() if isinstance(words, str) else words, **fakes) == code
         return Printed(*capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def python():
+    """Run a program in another process, which finds what this one finds: check its exit code, and return what it printed."""
+
+    def run(program, *words, code: int = 0, given: str = "", **environment: str) -> Printed:
+        found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command, env = [sys.executable, "-c", program, *words], os.environ | found | environment
+        done = subprocess.run(command, input=given, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return Printed(done.stdout, done.stderr)
 
     return run
 

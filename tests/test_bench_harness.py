@@ -21,8 +21,6 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.ops import own_methods
 from tiledsched.ops.bench import choose_methods, methods_of
-from tiledsched.ops.own_methods import own_outputs
-from tiledsched.rivals import methods as methods_module
 from tiledsched.rivals.bench import BenchOptions, TorchHarness, bench_cell
 from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case, rival_methods
 from tiledsched.rivals.rows import append_rows, read_rows
@@ -108,12 +106,12 @@ def cuda(monkeypatch):
         name="NVIDIA Sample", arch="sm_90", sm_count=132, memory_bytes=1 << 37, l2_bytes=1 << 20, driver="580.1"
     )
     monkeypatch.setattr("tiledsched.rivals.bench.current_device", lambda: sample)
-    monkeypatch.setattr(methods_module, "MATMUL_SIZE", 64)
+    monkeypatch.setattr("tiledsched.rivals.methods.MATMUL_SIZE", 64)
     return state
 
 
 def harness():
-    return TorchHarness(own=own_outputs)
+    return TorchHarness(own=own_methods.own_outputs)
 
 
 def made(make, name=OURS):

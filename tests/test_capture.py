@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import op_kernels as kernels
+from cuda.tile import TileError
 from serve_on_cpu import changed, tensors
 
 import tiledsched as ts
@@ -23,6 +24,7 @@ from tiledsched.core.config import configure, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.ops.sdpa import sdpa
 from tiledsched.ops.varlen import sdpa_varlen
+from tiledsched.rivals.offers import Offer, Rival
 from tiledsched.serve import capture as capturing_module
 from tiledsched.store.captured_calls import clear_seen, read_seen, seen_folder
 
@@ -83,8 +85,7 @@ def test_lengths_of_decoding_are_one_problem(folder):
         for keys in range(1031, 1050):
             sdpa(*tensors(rows=1, keys=keys))
     found = only(folder)
-    assert found.calls == 19
-    assert found.sample.seq_k == 1031
+    assert (found.calls, found.sample.seq_k) == (19, 1031)
     assert found.problem == found.problem.declaration.similarity.bucketed(found.sample)
 
 
@@ -122,15 +123,12 @@ def test_layouts_are_told(folder):
 
 
 def test_a_rival_that_serves_is_told_and_counted_once(folder, monkeypatch):
-    from tiledsched.rivals.offers import Offer, Rival
-    from tiledsched.serve import plan as plans
-
     def rivals(served, make):
         offer = Offer(name="other", ratio=0.5, capturable=False, reason="it is faster")
         rival = Rival(offer=offer, call=lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
         return rival, None
 
-    monkeypatch.setattr(plans, "choose_rivals", rivals)
+    monkeypatch.setattr("tiledsched.serve.plan.choose_rivals", rivals)
     q, k, v = tensors()
     with ts.capture(folder):
         for _ in range(3):
@@ -139,20 +137,17 @@ def test_a_rival_that_serves_is_told_and_counted_once(folder, monkeypatch):
 
 
 def test_a_choice_that_gives_way_is_noted_once_and_still_counted(folder):
-    from cuda.tile import TileError
-
     q, k, v = tensors(rows=256, columns=64)
-    refused = []
+    refusals = iter([TileError("this layout does not compile")])
 
     def launch(stream, grid, kernel, args):
-        if not refused:
-            refused.append(kernel)
-            raise TileError("this layout does not compile")
+        for refusal in refusals:
+            raise refusal
 
     with changed(launch=launch), ts.capture(folder):
         for _ in range(3):
             sdpa(q, k, v)
-    assert refused
+    assert not [*refusals]
     assert 3 <= only(folder).calls <= 4
     (file,) = folder.iterdir()
     assert sum('"problem"' in line for line in file.read_text().splitlines()) == 1
@@ -217,17 +212,20 @@ def test_processes_share_a_folder_and_a_killed_one_loses_only_counts(folder, tmp
     assert (found.calls, found.processes) == (3, 2)
 
 
-@pytest.mark.parametrize("what", ["a file in its place", "read only", "full"])
-def test_what_cannot_be_written_costs_one_warning_and_no_call(what, folder, monkeypatch, caplog):
-    def denied(*given, **how):
-        raise PermissionError(13, "denied")
+def denied(*given, **how):
+    raise PermissionError(13, "denied")
 
-    if what == "a file in its place":
-        folder.write_text("")
-    elif what == "full":
-        monkeypatch.setattr(os, "write", lambda file, data: 3)
-    else:
-        monkeypatch.setattr(Path, "mkdir", denied)
+
+UNWRITABLE = {
+    "a file in its place": lambda folder, patch: folder.write_text(""),
+    "read only": lambda folder, patch: patch.setattr(Path, "mkdir", denied),
+    "full": lambda folder, patch: patch.setattr(os, "write", lambda file, data: 3),
+}
+
+
+@pytest.mark.parametrize("what", UNWRITABLE)
+def test_what_cannot_be_written_costs_one_warning_and_no_call(what, folder, monkeypatch, caplog):
+    UNWRITABLE[what](folder, monkeypatch)
     with ts.capture(folder):
         for rows in (24, 300):
             assert sdpa(*tensors(rows=rows)).shape[2] == rows

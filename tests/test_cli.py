@@ -9,7 +9,6 @@ import logging
 import re
 import shlex
 import sqlite3
-import subprocess
 import sys
 from pathlib import Path
 
@@ -294,12 +293,11 @@ def test_a_wrong_environment_is_explained(home, cli, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("words", [["show", "--json"], ["--help"], ["tune", "--help"]])
-def test_it_starts_without_compiler_or_gpu_libraries(home, words) -> None:
+def test_it_starts_without_compiler_or_gpu_libraries(home, python, words) -> None:
     heavy = ("torch", "cupy", "ray", "cuda.tile", "optuna", "alembic", "vl_convert", "scipy", "sqlalchemy", "rich")
     code = f"""import sys; from tiledsched.cli import main; main({words})
 print([name for name in {heavy if words[-1] == "--json" else heavy[:3]} if name in sys.modules])"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert python(code).out.splitlines()[-1] == "[]"
 
 
 SUM = """

@@ -15,7 +15,7 @@ from tiledsched.core import data_files
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
-from tiledsched.report import write_report
+from tiledsched.report import comparison_page, write_report
 from tiledsched.report.compare import KnownTime, compare, judged, side_of
 from tiledsched.report.comparison_page import comparison_blocks, slopes
 from tiledsched.report.comparison_sources import Wanted, read_side
@@ -523,3 +523,17 @@ def test_what_cannot_be_compared_is_told(home, capsys, words, message):
         code = ended.code
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_page_of_many_problems_draws_some_and_says_so(monkeypatch):
+    monkeypatch.setattr(comparison_page, "MOST_DRAWN", 5)
+    found = sides(*(({}, {"us": 100.0 + us}) for us in range(10, 30)))
+    blocks = comparison_page.comparison_blocks(found)
+    drawn = comparison_page.drawn_rows(found)
+    assert len(drawn) == 5
+    assert {drawn[0].b.us, drawn[-1].b.us} == {129.0, 110.0}  # both ends
+    (table,) = (each for each in blocks if isinstance(each, comparison_page.Table))
+    assert len(table.rows) == 5
+    texts = " ".join(getattr(each, "text", "") for each in blocks)
+    assert "15 more problems are not drawn" in texts
+    assert "the first 5 of 20 problems; comparison.csv has all" in texts

@@ -16,7 +16,6 @@ from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import launches, registry
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
-from tiledsched.core.registry import kernel_named, problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.core.storage import strides_of
@@ -194,7 +193,7 @@ def test_a_wrong_declaration_is_not_known():
     with pytest.raises(DeclarationError):
         declare(name="wrong", axes=("lines",))
     with pytest.raises(ConfigError, match=r"'wrong' is not known here.*; name the file or module"):
-        kernel_named("wrong")
+        registry.kernel_named("wrong")
 
 
 @pytest.mark.parametrize(
@@ -411,7 +410,7 @@ def test_lists_of_arrays_have_a_shape_for_each():
     )
     p, s = kernel.problem(groups=[3, 7, 1], columns=40), Schedule(TILE=64, occupancy=1)
     assert (p.groups, p.experts, p.to_json()["groups"]) == ((3, 7, 1), 3, [3, 7, 1])
-    assert problem_from_json(json.loads(json.dumps(p.to_json()))) == p
+    assert registry.problem_from_json(json.loads(json.dumps(p.to_json()))) == p
     assert str(p) == "columns=40 float32 groups=3,7,1"
     xs, outs = kernel.arrays(p)
     assert (xs.listed, xs.shapes, outs.shapes) == (True, ((3, 40), (7, 40), (1, 40)), xs.shapes)
@@ -431,7 +430,7 @@ def test_names_follow_from_the_declaration():
     p = kernel.problem(rows=5, columns=40)
     assert (p.tiles, p.names) == (2, {"rows": 5, "columns": 40, "dtype": "float32", "tiles": 2})
     assert kernel.array_spec("W", p, Schedule(TILE=64)).shape == (8, 14, 2)  # a quotient rounds up
-    assert (kernel.name, kernel_named(kernel.name)) == (f"{__name__}:Declared", kernel)
+    assert (kernel.name, registry.kernel_named(kernel.name)) == (f"{__name__}:Declared", kernel)
     assert kernel.suite("all") == [p]
     with pytest.raises(ConfigError, match=r"has no suite 'none'; known are all"):
         kernel.suite("none")

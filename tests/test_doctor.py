@@ -405,12 +405,9 @@ doctor
         ("cupy,vl_convert,ray", ["tiledsched: cupy is not installed; run: pip"]),
     ],
 )
-def test_without_a_package_every_command_and_name_ends_in_a_line(packages, said, tmp_path, monkeypatch):
+def test_without_a_package_every_command_and_name_ends_in_a_line(packages, said, tmp_path, monkeypatch, python):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, packages], input=COMMANDS, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert [words for words in said if words not in done.stderr] == []
+    printed = python(WITHOUT, packages, given=COMMANDS).err
+    assert "Traceback" not in printed
+    assert lacking(printed, *said) == []

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from tiledsched.core import data_files
-from tiledsched.core.data_files import search_spaces
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import Constraint
@@ -254,7 +253,7 @@ def test_a_ragged_length_may_split_the_loop_without_a_causal_mask() -> None:
 
 def test_space_ids_tell_spaces_apart_by_content() -> None:
     assert space_for("sm_120", Attention).id != space_for("sm_121", Attention).id
-    assert SPACE.id == load_space(search_spaces() / "attention" / "sm_90.toml").id
+    assert SPACE.id == load_space(data_files.search_spaces() / "attention" / "sm_90.toml").id
 
 
 MINE = """

@@ -22,8 +22,6 @@ from store_samples import DEVICE, PROBLEM, TOOLCHAIN, fill, measurement
 from tiledsched.build.store import ProgramStore
 from tiledsched.core import files, problem, processes, registry
 from tiledsched.core.errors import ConfigError, DatabaseError
-from tiledsched.core.files import write_whole
-from tiledsched.core.registry import ALLOWED_VARIABLE, kernel_of_data
 from tiledsched.kernels import attention, softmax
 from tiledsched.measure.runner import Device
 from tiledsched.report.document import Heading, Paragraph, Table, to_html, to_markdown
@@ -219,11 +217,11 @@ def test_a_file_is_written_whole(tmp_path):
     path.write_text("old")
     path.chmod(0o640)
     link.symlink_to(path)
-    write_whole(link, "new")
+    files.write_whole(link, "new")
     assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == ("new", 0o640, True)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.json", "link.json"]
     with pytest.raises(OSError, match="directory"):
-        write_whole(tmp_path, "new")
+        files.write_whole(tmp_path, "new")
 
 
 def test_an_export_that_fails_leaves_the_table_that_was_there(db, tmp_path, full):
@@ -347,7 +345,7 @@ class Sampler(RandomSampler): pass
 def planted(tmp_path, monkeypatch):
     """A folder on the module path with a module that leaves a mark when it is imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv(ALLOWED_VARIABLE, raising=False)
+    monkeypatch.delenv(registry.ALLOWED_VARIABLE, raising=False)
     monkeypatch.setattr(registry, "_known", dict(registry._known))
     monkeypatch.delitem(sys.modules, "planted_code", raising=False)
     (tmp_path / "planted_code.py").write_text(PLANTED.format(mark=str(tmp_path / "mark")))
@@ -358,27 +356,29 @@ def planted(tmp_path, monkeypatch):
 def test_data_names_no_kernel_that_the_user_did_not_allow(planted, monkeypatch, place):
     place = place.format(planted)
     module = place.rpartition(":")[0]
-    with pytest.raises(ConfigError, match=rf"a row names '{place}'.*run this with {ALLOWED_VARIABLE}={module}$"):
-        kernel_of_data(place, "a row")
+    with pytest.raises(
+        ConfigError, match=rf"a row names '{place}'.*run this with {registry.ALLOWED_VARIABLE}={module}$"
+    ):
+        registry.kernel_of_data(place, "a row")
     assert not (planted / "mark").exists()
-    monkeypatch.setenv(ALLOWED_VARIABLE, f"other, {module}")
-    assert kernel_of_data(place, "a row").name == "planted"
+    monkeypatch.setenv(registry.ALLOWED_VARIABLE, f"other, {module}")
+    assert registry.kernel_of_data(place, "a row").name == "planted"
 
 
 @pytest.mark.parametrize("kernel", ["tiledsched.kernels.softmax:Softmax", softmax.Softmax.locator(), "softmax"])
 def test_data_may_name_kernels_that_ship_or_are_registered(planted, monkeypatch, kernel):
-    assert kernel_of_data(kernel, "a row") is softmax.Softmax
+    assert registry.kernel_of_data(kernel, "a row") is softmax.Softmax
     registered = EntryPoint("planted", "planted_code:Planted", registry.ENTRY_POINTS)
     monkeypatch.setattr(registry, "installed_entry_points", lambda: (registered,))
-    assert kernel_of_data("planted_code:Planted", "a row").name == "planted"
-    assert kernel_of_data(f"{planted}/planted_code.py:Planted", "a row").name == "planted"
+    assert registry.kernel_of_data("planted_code:Planted", "a row").name == "planted"
+    assert registry.kernel_of_data(f"{planted}/planted_code.py:Planted", "a row").name == "planted"
 
 
 @pytest.mark.parametrize("name", ["planted_code:Sampler", "optuna.samplers.x:Y", "os:system", ":", 5])
 def test_data_names_no_sampler_that_the_user_did_not_allow(planted, monkeypatch, name):
     for ours in (None, *SAMPLERS, "optuna.samplers:RandomSampler"):
         check_sampler(ours, "a row")
-    with pytest.raises(ConfigError, match=ALLOWED_VARIABLE):
+    with pytest.raises(ConfigError, match=registry.ALLOWED_VARIABLE):
         check_sampler(name, "a row")
     assert not (planted / "mark").exists()
     monkeypatch.setattr(registry, "_allowed", {"planted_code:Sampler"})

@@ -17,7 +17,6 @@ from store_samples import runs
 
 from tiledsched import cli
 from tiledsched.core import files
-from tiledsched.core.files import OwnFolder
 from tiledsched.store.db import TuningDB
 
 TUNE = [
@@ -243,7 +242,7 @@ def test_a_folder_is_held_before_others_can_find_it(tmp_path, monkeypatch) -> No
         hold(lock, how)
 
     monkeypatch.setattr(files.fcntl, "flock", sweep_first)
-    made = OwnFolder()
+    made = files.OwnFolder()
     assert swept
     assert os.path.isdir(made.path)
     files._sweep()
@@ -251,22 +250,18 @@ def test_a_folder_is_held_before_others_can_find_it(tmp_path, monkeypatch) -> No
     made.close()
 
 
-def test_a_folder_lives_as_long_as_its_process(tmp_path, monkeypatch) -> None:
+def test_a_folder_lives_as_long_as_its_process(tmp_path, monkeypatch, python) -> None:
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
     code = "from tiledsched.core.files import OwnFolder; import os; print(OwnFolder().path, flush=True); os.kill(os.getpid(), 9)"
-    gone = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    left = Path(gone.stdout.strip())
+    left = Path(python(code, code=-signal.SIGKILL, TMPDIR=str(tmp_path)).out.strip())
     assert left.is_dir()
     (tmp_path / "tiledsched-foreign").mkdir()  # no lock in it: not ours
     (tmp_path / "tiledsched-link").symlink_to(left)
-    mine = OwnFolder()
+    mine = files.OwnFolder()
     assert not left.exists()
     assert (tmp_path / "tiledsched-foreign").is_dir()
-    other = OwnFolder()
+    other = files.OwnFolder()
     assert os.path.isdir(mine.path)  # whose process lives
     for folder in (mine, other, mine):
         folder.close()
-    assert not os.path.exists(mine.path)
-    assert not os.path.exists(other.path)
+        assert not os.path.exists(folder.path)

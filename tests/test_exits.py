@@ -366,25 +366,29 @@ def test_a_backup_that_fails_leaves_nothing(home):
         assert set(home.iterdir()) == before
 
 
-def killed(folder, code, **variables):
-    """Run a program that kills itself: nothing is left in its folder for temporary files."""
-    (folder / "tmp").mkdir()
-    left_out = ("CUDA_TILE_TEMP_DIR", "TILEDSCHED_DB")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out} | variables
-    environment |= {"TMPDIR": str(folder / "tmp"), "HOME": str(folder), "TILEDSCHED_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-c", f"import os, signal, sys\n{code}"]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list((folder / "tmp").iterdir()) == []
+@pytest.fixture
+def killed(tmp_path, monkeypatch, python):
+    """Run a program that kills itself: of what it leaves in its folder for temporary files the next command leaves nothing."""
+    for name in ("TILEDSCHED_DB", "CUDA_TILE_TEMP_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    folders = {"TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "TILEDSCHED_CACHE": str(tmp_path / "cache")}
+
+    def run(code, **more):
+        python(f"import os, signal, sys\n{code}", code=-signal.SIGKILL, **folders, **more)
+        python("from tiledsched.cli import main\nmain(['--version'])", **folders, **more)
+        assert list((tmp_path / "tmp").iterdir()) == []
+
+    return run
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_compile_process_has_all_files_of_cutile_in_its_folder(tmp_path, named):
+def test_a_compile_process_has_all_files_of_cutile_in_its_folder(tmp_path, killed, named):
     """Also where a script imported cuTile before: the folder that this made is gone, one that the user named stays."""
     (tmp_path / "own").mkdir()
     theirs = tmp_path / "named"
     killed(
-        tmp_path,
         f"""
 import cuda.tile
 from cuda.tile._cext import default_tile_context
@@ -398,14 +402,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert theirs.exists() is named
 
 
-def test_a_warmup_that_is_killed_leaves_nothing(tmp_path):
+def test_a_warmup_that_is_killed_leaves_nothing(tmp_path, killed):
     killed(
-        tmp_path,
         """
 from tiledsched.cli import main
 from tiledsched.serve import entries
 entries.load_table = lambda *given, **more: (sys.modules["cuda.tile"], os.kill(os.getpid(), signal.SIGKILL))
 main(["warmup", "softmax", "--arch", "sm_90", "-o", "b.zip"])
-""",
+"""
     )
     assert [each.name for each in tmp_path.iterdir()] == ["tmp"]

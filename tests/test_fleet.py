@@ -31,7 +31,6 @@ from tiledsched.cli import fleet_output, main
 from tiledsched.core import processes
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
-from tiledsched.fleet import child as child_module
 from tiledsched.fleet import gpus, jobs, local
 from tiledsched.fleet import worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
@@ -39,7 +38,6 @@ from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not
 from tiledsched.fleet.clock import Clock
 from tiledsched.fleet.gpus import Gpu
-from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import work
 from tiledsched.fleet.local_store import LocalStore, bring_home, whole
@@ -145,16 +143,17 @@ def test_what_crashes_hangs_or_fails_costs_its_attempt_and_the_campaign_ends(hom
 def child(home, leases, planned=None, *, requests=(), said=None, **more) -> Child:
     """A child of a campaign of one problem, in this process: what it is asked, and where it says what it does."""
     setup = Setup(db=str(home / "x.db"), campaign=leases.open(planned or plan(1)), jobs=1)
-    pipe = types.SimpleNamespace(recv=lambda: next(requests), send=said and said.append)
+    pipe = types.SimpleNamespace(recv=lambda: next(requests), send=([] if said is None else said).append)
     return Child(pipe, setup, **more)
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_any_work(home, leases, monkeypatch) -> None:
     (home / "file").write_text("")
     monkeypatch.setenv("TILEDSCHED_CACHE", str(home / "file" / "cache"))
-    said: list[tuple[str, str]] = [("asked", "nothing")]
+    said: list[tuple[str, str]] = []
     child(home, leases, requests=iter([("end",)]), said=said).serve()
-    assert re.match(r"cannot keep machine code in .*name another folder with TILEDSCHED_CACHE$", said[1][1])
+    ((_, why),) = said
+    assert re.match(r"cannot keep machine code in .*name another folder with TILEDSCHED_CACHE$", why)
 
 
 @pytest.fixture
@@ -272,7 +271,7 @@ def test_a_campaign_is_opened_with_the_options_of_its_command(home, cli) -> None
 )
 def test_a_host_with_another_compiler_source_or_version_takes_nothing(leases, change, why) -> None:
     made = plan_campaign("tune", Softmax, [{"rows": 64, "columns": 64}], ["sm_90"], options={"runner": "none"})
-    told = why_not(leases.open(dataclasses.replace(made, **change)), Softmax, find_job("tune"))
+    told = why_not(leases.open(dataclasses.replace(made, **change)), Softmax, jobs.find_job("tune"))
     assert (why in told, bool(told)) == (True, bool(why))
 
 
@@ -348,7 +347,7 @@ def test_a_child_that_is_told_to_stop_too_early_begins_nothing(home, leases, mon
     ):
         assert child(home, leases, stop=stop, local_store=store).work(lease, None)[0] == outcome
     assert not (home / "jobs.log").exists()
-    monkeypatch.setattr(child_module, "STOPPING_S", 0.0)  # who is told to stop waits no longer; others do
+    monkeypatch.setattr("tiledsched.fleet.child.STOPPING_S", 0.0)  # who is told to stop waits no longer; others do
     waiting = child(home, leases, stop=never, local_store=Brief)
     waiting._job = dataclasses.replace(waiting._job, run=lambda *given, **more: {"us": 1.0})
     assert (waiting.work(lease, None), len(brought)) == (("done", {"us": 1.0}, ""), 2)

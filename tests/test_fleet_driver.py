@@ -11,7 +11,6 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.fleet import on_ray
 from tiledsched.fleet.campaign import CampaignPlan, Outcome
 from tiledsched.fleet.leases import Leases
-from tiledsched.fleet.on_ray import Driver
 from tiledsched.store.db import TuningDB
 
 NODES = ("n0", "n1", "n2")
@@ -107,7 +106,7 @@ def start(tmp_path, monkeypatch):
             problems = {"sm_90": fleet_jobs.problems(count)}
             ray = MadeUpRay(leases, leases.open(CampaignPlan(job="j:j", kernel="attention", problems=problems)))
             monkeypatch.setattr(on_ray, "ray_module", lambda: ray)
-            return ray, Driver(db.url, leases, ray.campaign, **more)
+            return ray, on_ray.Driver(db.url, leases, ray.campaign, **more)
 
         yield make
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import tiledsched as ts
+from tiledsched.ops.features import AttentionFeatures
 
 pytestmark = pytest.mark.usefixtures("launches", "quiet")
 
@@ -90,8 +86,6 @@ def test_an_operator_that_is_made_while_a_counter_is_at_work_counts_what_its_ker
 
 
 def test_tensors_without_values_count_the_longest_there_may_be() -> None:
-    from tiledsched.ops.features import AttentionFeatures
-
     with FakeTensorMode():
         q, k, ends = torch.empty(1, 4, 24, 16), torch.empty(1, 4, 30, 16), torch.empty(3, dtype=torch.int32)
         packed = AttentionFeatures(cu_seqlens_q=ends, cu_seqlens_k=ends)
@@ -102,7 +96,7 @@ def test_tensors_without_values_count_the_longest_there_may_be() -> None:
 
 
 @pytest.mark.slow
-def test_calls_do_not_import_what_counts() -> None:
+def test_calls_do_not_import_what_counts(python) -> None:
     """Which imports Triton."""
     code = """
 import sys, torch
@@ -114,6 +108,4 @@ with using(Launches().runtime):
     ts.matmul(x[0, 0], x[0, 0])
 assert "torch.utils.flop_counter" not in sys.modules
 """
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python(code)

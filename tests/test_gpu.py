@@ -81,7 +81,9 @@ def test_forced_schedules_are_right(serve, monkeypatch, knobs) -> None:
 
 
 def test_fp16_accumulation_is_served_only_when_asked_for(serve, monkeypatch) -> None:
-    monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [])  # nothing measured stands in for it
+    monkeypatch.setattr(
+        "tiledsched.serve.entries.layers", lambda *given, **more: []
+    )  # nothing measured stands in for it
     serve.reload()
     q, k, v = tensors(2, 4, 4, 1024, 1024, 64, torch.float16)
     assert serve.plan_for(q, k, v).served.schedule["accum_mode"] == "fp32"

@@ -92,7 +92,8 @@ def test_each_serves_where_it_is_said_to_be_faster(tuned, monkeypatch, name) -> 
         own = sdpa(q, k, v, causal=True)
     time = next(each for each in tuned.rivals if each.name == name)
     faster = dataclasses.replace(time, ratio=0.5, ratio_low=0.49, ratio_high=0.51, host_us=1.0)
-    monkeypatch.setattr(entries, "load_entries", lambda *given: [tuned.replace(rivals=(faster,))])
+    layer = entries.Layer(name="user", where="", entries=[tuned.replace(rivals=(faster,))])
+    monkeypatch.setattr(entries, "layers", lambda *given, **more: [layer])
     with configure(rivals="serve"):
         assert explain(q, k, v, causal=True).rival == name
         for _ in range(3):
@@ -161,7 +162,8 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
     with configure(rivals="off"):
         own = sdpa(q, k, v, causal=True)
     late = dataclasses.replace(time, ratio=0.5, ratio_low=0.49, ratio_high=0.51, host_us=1e6)
-    monkeypatch.setattr(entries, "load_entries", lambda *given: [tuned.replace(rivals=(late,))])
+    layer = entries.Layer(name="user", where="", entries=[tuned.replace(rivals=(late,))])
+    monkeypatch.setattr(entries, "layers", lambda *given, **more: [layer])
     with configure(rivals="serve"):
         assert (explain(q, k, v, causal=True).rival, explain(q, k, v, causal=True).in_graphs) == ("", name)
         for _ in range(3):

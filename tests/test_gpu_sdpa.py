@@ -143,22 +143,13 @@ def test_compiled_equals_eager(serve, options) -> None:
         assert out.stride() == eager.stride()
 
 
-def test_replay_equals_eager_on_new_inputs(serve) -> None:
+def test_a_graph_reads_new_inputs_and_outlives_a_reload(serve) -> None:
     q, k, v = tensors(rows=512)
     serve.sdpa(q, k, v, causal=True)
     graph, out = captured(lambda: serve.sdpa(q, k, v, causal=True))
     for x in (q, k, v):
         x.copy_(torch.randn_like(x))
-    out.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, serve.sdpa(q, k, v, causal=True))
-
-
-def test_a_graph_outlives_a_reload(serve) -> None:
-    q, k, v = tensors(rows=512)
-    expected = serve.sdpa(q, k, v).clone()
-    graph, out = captured(lambda: serve.sdpa(q, k, v))
+    expected = serve.sdpa(q, k, v, causal=True).clone()
     serve.reload()
     gc.collect()
     out.zero_()

@@ -598,17 +598,17 @@ def test_a_workspace_left_dirty_is_refused():
 # ---- the private names -----------------------------------------------------------------------------------------------
 
 
-def test_moved_private_module_is_explained(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.tile._dispatch_mode", None)
-    with pytest.raises(CompilerError, match=r"_dispatch_mode.*1\.2 to 1\.7: pip install"):
-        private.load_dispatch_mode()
+CHANGED = types.SimpleNamespace(DispatchMode=type("DispatchMode", (), {"as_current": lambda self: None}))
 
 
-def test_changed_private_class_is_explained(monkeypatch):
-    module = types.ModuleType("cuda.tile._dispatch_mode")
-    module.DispatchMode = type("DispatchMode", (), {"as_current": lambda self: None})
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [(None, r"_dispatch_mode.*1\.2 to 1\.7: pip install"), (CHANGED, r"DispatchMode\.call_tile_function_from_host")],
+    ids=["a module that moved", "a class that changed"],
+)
+def test_private_names_that_are_others_are_explained(monkeypatch, module, why):
     monkeypatch.setitem(sys.modules, "cuda.tile._dispatch_mode", module)
-    with pytest.raises(CompilerError, match=r"DispatchMode\.call_tile_function_from_host"):
+    with pytest.raises(CompilerError, match=why):
         private.load_dispatch_mode()
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import launches, registry
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.registry import kernel_named, load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.report import build_report
@@ -74,10 +71,10 @@ def file(tmp_path):
 
 
 def test_a_kernel_is_loaded_from_a_file(file):
-    kernel = load_kernel(f"{file}:Doubled")
-    assert load_kernel(f"{file}:Doubled") is kernel
+    kernel = registry.load_kernel(f"{file}:Doubled")
+    assert registry.load_kernel(f"{file}:Doubled") is kernel
     assert (kernel.name, kernel.locator()) == ("doubling:Doubled", f"{file}:Doubled")
-    assert load_kernel(kernel.locator()) is kernel
+    assert registry.load_kernel(kernel.locator()) is kernel
     assert check_schedule(kernel, kernel.problem(size=130), Schedule(TILE=64))[0]
 
 
@@ -94,7 +91,7 @@ def test_a_kernel_is_loaded_from_a_file(file):
 def test_what_is_not_there_is_said(file, where, words):
     (file.parent / "broken.py").write_text("def f(:\n")
     with pytest.raises(ConfigError, match=words):
-        load_kernel(where.format(file=file, folder=file.parent))
+        registry.load_kernel(where.format(file=file, folder=file.parent))
 
 
 @pytest.mark.compiler
@@ -105,7 +102,7 @@ def test_another_process_compiles_a_kernel_of_a_file(file):
             "* 2)", "* BY)"
         )
     )
-    kernel = load_kernel(f"{file}:Doubled")
+    kernel = registry.load_kernel(f"{file}:Doubled")
     task = BuildTask(
         kernel=kernel.locator(), schedule=Schedule(TILE=64), problem=kernel.problem(size=1000), arch="sm_90"
     )
@@ -133,23 +130,15 @@ def test_an_installed_package_ships_kernels_by_name(monkeypatch, file, tmp_path)
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     registry.installed_entry_points.cache_clear()
-    found = load_kernel("doubled by shipping")
+    found = registry.load_kernel("doubled by shipping")
     assert found.locator() == "shipping.kernels:Doubled"
     assert asked == ["tiledsched.kernels"]
-    assert kernel_named("doubled by shipping") is found
+    assert registry.kernel_named("doubled by shipping") is found
     for _ in range(2):
         with pytest.raises(ConfigError, match="'tripled' is not known here"):
-            kernel_named("tripled")
+            registry.kernel_named("tripled")
     assert asked == ["tiledsched.kernels"]  # packages are not looked through again
     registry.installed_entry_points.cache_clear()
-
-
-def printed_by(code, given=b"") -> str:
-    """What another process prints, in which text has other hashes."""
-    folders = os.pathsep.join([str(Path(__file__).parent), str(DOCS.parents[1])])
-    environment = os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": folders}
-    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, check=True, env=environment)
-    return done.stdout.decode().strip()
 
 
 def test_problems_are_pickled_by_value():
@@ -159,18 +148,21 @@ def test_problems_are_pickled_by_value():
     assert (again, hash(again), again.id, again.to_json()) == (p, hash(p), p.id, p.to_json())
 
 
-def test_another_process_restores_the_kernel_of_a_problem(file):
+def test_another_process_restores_the_kernel_of_a_problem(file, python):
     """By its name or the place of its declaration; a problem of a kernel that is nowhere to be found has no kernel."""
-    problems = [load_kernel(f"{file}:Doubled").problem(size=7), declare(name="here alone").problem(rows=5, columns=40)]
+    problems = [
+        registry.load_kernel(f"{file}:Doubled").problem(size=7),
+        declare(name="here alone").problem(rows=5, columns=40),
+    ]
     code = (
-        "import pickle, sys; one, other = pickle.loads(sys.stdin.buffer.read());"
+        "import pickle, sys; one, other = pickle.loads(bytes.fromhex(sys.argv[1]));"
         "print(one.known, one.declaration.locator(), one.min_bytes, other.known, other)"
     )
     expected = f"True {file}:Doubled {problems[0].min_bytes} False rows=5 columns=40 float32"
-    assert printed_by(code, pickle.dumps(problems)) == expected
+    assert python(code, pickle.dumps(problems).hex()).out.strip() == expected
 
 
-def test_ids_are_the_same_in_every_process():
+def test_ids_are_the_same_in_every_process(python):
     """Whatever the order of sets and dicts."""
     from tiledsched.kernels.attention import Attention
 
@@ -182,7 +174,7 @@ def test_ids_are_the_same_in_every_process():
         "print(Attention.standard(seq_len=4096, head_dim=128, causal=True).id, launches.problem_class(RowSums,"
         "RowSums.problem(rows=7, columns=50), Schedule(TILE=16, SPLITS=4), DEVICE).id)"
     )
-    assert printed_by(code).split() == here
+    assert python(code, PYTHONHASHSEED="123").out.split() == here
 
 
 # ---- the documentation -----------------------------------------------------------------------------------------------
@@ -193,7 +185,7 @@ def documented(tmp_path):
     text = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)
     name = re.match(r"# (\w+\.py)\n", text).group(1)
     (tmp_path / name).write_text(text, encoding="utf-8")
-    return load_kernel(f"{tmp_path / name}:RmsNorm")
+    return registry.load_kernel(f"{tmp_path / name}:RmsNorm")
 
 
 def test_the_documented_example_is_right(tmp_path):
@@ -221,7 +213,7 @@ def twins(tmp_path, own_names):  # noqa: F811  # the fixture of every test here
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "twin.py").write_text(FILE.replace("* 2", "* 3") if folder == "b" else FILE)
-    first, second = (load_kernel(f"{tmp_path / folder / 'twin.py'}:Doubled") for folder in ("a", "b"))
+    first, second = (registry.load_kernel(f"{tmp_path / folder / 'twin.py'}:Doubled") for folder in ("a", "b"))
 
     def edit():
         (tmp_path / "a" / "twin.py").write_text(FILE.replace("* 2", "+ 0 + 2 * "))
@@ -346,7 +338,7 @@ def test_an_edit_of_whatever_a_kernel_is_made_of_changes_its_source(tmp_path, mo
     )
     (tmp_path / "made_of.py").write_text("from made_of_this import BY\n")
     (tmp_path / "made_of_this.py").write_text("BY = 2\n")
-    kernel, before = load_kernel(f"{tmp_path / 'made.py'}:Doubled"), set()
+    kernel, before = registry.load_kernel(f"{tmp_path / 'made.py'}:Doubled"), set()
     for name in ("made", "made_of", "made_of_this"):
         before.add(kernel.source_hash())
         with (tmp_path / f"{name}.py").open("a") as file:
@@ -357,7 +349,7 @@ def test_an_edit_of_whatever_a_kernel_is_made_of_changes_its_source(tmp_path, mo
 
 
 def test_what_ships_notes_the_hash_of_its_source_only() -> None:
-    softmax = kernel_named("softmax")
+    softmax = registry.kernel_named("softmax")
     assert softmax.evidence_source() == softmax.source_hash()
 
 
@@ -395,7 +387,7 @@ class Doubled(ts.Kernel):
     with monkeypatch.context() as alone:
         alone.syspath_prepend(str(tmp_path))
         alone.setitem(sys.modules, "torch", None)  # as in processes that compile
-        assert load_kernel("summed.py:Doubled").__name__ == "Doubled"
+        assert registry.load_kernel("summed.py:Doubled").__name__ == "Doubled"
         assert sys.modules["torch"] is not None
 
 
@@ -456,7 +448,7 @@ copy.register_autograd(ts.op("tests::copied_later_backward", CopiedBackward))
     )
     monkeypatch.delattr(ts, "op")  # which is imported once
     monkeypatch.setitem(sys.modules, "torch", None)  # as in processes that compile
-    kernel = load_kernel(f"{tmp_path}/copied.py:Copied")
+    kernel = registry.load_kernel(f"{tmp_path}/copied.py:Copied")
     assert sys.modules["torch"] is None
     operator = sys.modules[kernel.__module__].copy
     monkeypatch.setitem(sys.modules, "torch", torch)  # it can be imported only once

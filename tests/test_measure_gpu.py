@@ -369,17 +369,16 @@ def state_of(pid: str) -> str:
     return "gone" if state == "Z" else state  # a zombie nobody reaps, in a container without an init process
 
 
-def test_the_worker_holds_neither_torch_nor_a_compiler():
-    program = f"""
+def test_the_worker_holds_neither_torch_nor_a_compiler(python):
+    program = """
 import sys
-sys.path[:0] = {[str(Path(SCRIPT).parent)]!r}
 import fake_worker
 sys.modules["cupy"] = fake_worker.fake_cupy("ready")
 import tiledsched.measure.worker
-heavy = {{"torch", "cuda", "optuna", "sqlalchemy", "pebble"}}
+heavy = {"torch", "cuda", "optuna", "sqlalchemy", "pebble"}
 print(sorted(heavy & set(sys.modules)))
 """
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+    assert python(program).out == "[]\n"
 
 
 def test_who_runs_beside_is_told_with_the_samples_and_by_itself(make_runner):

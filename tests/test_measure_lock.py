@@ -20,7 +20,6 @@ from tiledsched.core.config import configure
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.registry import kernel_named
 from tiledsched.measure import gpu, lock
-from tiledsched.measure.gpu import GpuRunner
 
 assert make_runner  # a fixture
 UUID = "GPU-made-up"
@@ -96,7 +95,7 @@ def test_who_waits_no_longer_is_told_for_whom(start):
         for words in (time.strftime("since %H"), "TILEDSCHED_GPU_WAIT"):
             assert words in str(caught.value)
         with configure(gpu_wait=0), pytest.raises(MeasureError, match="is held by"):  # no worker starts
-            GpuRunner(kernel_named("attention"), worker_command=["/no such program"], gpu=(UUID, "Made-up GPU"))
+            gpu.GpuRunner(kernel_named("attention"), worker_command=["/no such program"], gpu=(UUID, "Made-up GPU"))
 
 
 def test_a_killed_holder_frees_it_and_waiting_is_said_once(start, caplog, monkeypatch):
@@ -183,7 +182,7 @@ def test_whatever_the_file_says_is_harmless(text, folder):
 
 
 def test_a_runner_holds_the_gpu_until_it_is_closed(folder):
-    runner = GpuRunner(
+    runner = gpu.GpuRunner(
         kernel_named("attention"), timeouts=TIMEOUTS, worker_command=command(), gpu=(UUID, "Made-up GPU")
     )
     assert not is_free(folder)
@@ -204,7 +203,7 @@ def test_what_the_worker_says_is_held_before_anything_runs_on_it(start, make_run
     monkeypatch.setattr(
         gpu.WorkerProcess, "send", lambda self, verb, *more: (sent.append(verb), real(self, verb, *more))[1]
     )
-    runner = GpuRunner(kernel_named("attention"), timeouts=TIMEOUTS, worker_command=command("named"))
+    runner = gpu.GpuRunner(kernel_named("attention"), timeouts=TIMEOUTS, worker_command=command("named"))
     try:
         runner.begin(PROBLEM)
         with configure(gpu_wait=0):
@@ -234,7 +233,7 @@ import sys
 sys.path[:0] = {[str(Path(SCRIPT).parent)]!r}
 from test_measure_lock import *
 lock.FOLDER = Path(sys.argv[1])
-runner = GpuRunner(kernel_named("attention"), worker_command=command(), gpu=(UUID, "Made-up GPU"))
+runner = gpu.GpuRunner(kernel_named("attention"), worker_command=command(), gpu=(UUID, "Made-up GPU"))
 runner.begin(PROBLEM)
 runner.wait()
 print("held", runner._worker.process.pid, sep=chr(10), flush=True)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import tiledsched as ts
-from tiledsched.checking import errors as accuracy
 from tiledsched.checking.errors import OutputErrors, case_errors, output_errors, summary, wrong_result
 from tiledsched.checking.inputs import make_cases
 from tiledsched.checking.interpreted import check_schedule
@@ -54,7 +53,7 @@ def test_the_worst_tile_is_found(where, value):
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_tiles_of_rows_and_columns(monkeypatch, at_once, dtype):
     """Against a loop, however little is compared at a time; the last tile of each axis is smaller."""
-    monkeypatch.setattr(accuracy, "ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr("tiledsched.checking.errors.ELEMENTS_AT_ONCE", at_once)
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((3, 2, 7, 10))
     out = (expected + 0.1 * rng.standard_normal(expected.shape)).astype(dtype)

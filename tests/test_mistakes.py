@@ -17,7 +17,6 @@ import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import blame, errors, registry
-from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 
@@ -264,7 +263,7 @@ DECLARATIONS = [
 @pytest.mark.parametrize(("edits", "words"), DECLARATIONS, ids=[words[:50] for _, words in DECLARATIONS])
 def test_a_mistake_in_a_file_is_answered_by_name_and_line(tmp_path, edits, words) -> None:
     with pytest.raises(errors.TiledschedError, match=re.escape(words)):
-        load_kernel(written(tmp_path, *edits))
+        registry.load_kernel(written(tmp_path, *edits))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_a_mistake_in_a_file_is_answered_by_name_and_line(tmp_path, edits, words
     ],
 )
 def test_what_is_right_is_taken(tmp_path, edits) -> None:
-    kernel = load_kernel(written(tmp_path, *edits))
+    kernel = registry.load_kernel(written(tmp_path, *edits))
     p, s = kernel.problem(rows=3, columns=60), {name: each.default for name, each in kernel.knob_fields().items()}
     assert check_schedule(kernel, p, Schedule(s))[0]
 
@@ -313,7 +312,7 @@ BODIES = [
 
 @pytest.mark.parametrize(("edit", "words", "line"), BODIES, ids=[words for _, words, _ in BODIES])
 def test_a_mistake_in_tile_code_is_told_with_its_line(tmp_path, edit, words, line) -> None:
-    kernel = load_kernel(written(tmp_path, edit))
+    kernel = registry.load_kernel(written(tmp_path, edit))
     passed, _, message = check_schedule(kernel, kernel.problem(rows=3, columns=60), SCHEDULE)
     assert not passed
     assert re.match(rf"softmax, block \(0, 0, 0\): .*{words}.*{re.escape(line)}$", message, re.DOTALL), message
@@ -322,7 +321,7 @@ def test_a_mistake_in_tile_code_is_told_with_its_line(tmp_path, edit, words, lin
 @pytest.mark.compiler
 @pytest.mark.parametrize(("edit", "words", "line"), BODIES[:4], ids=[words for _, words, _ in BODIES[:4]])
 def test_what_the_compiler_says_is_told_with_its_line(tmp_path, edit, words, line) -> None:
-    kernel = load_kernel(written(tmp_path, edit))
+    kernel = registry.load_kernel(written(tmp_path, edit))
     with pytest.raises(Exception) as error:  # noqa: PT011  # of cuTile's several
         compile_schedule(kernel, kernel.problem(rows=3, columns=60), SCHEDULE, "sm_90")
     assert re.search(rf"{words}.*{re.escape(line)}$", blame.describe(error.value), re.DOTALL)
@@ -398,7 +397,7 @@ def test_files_import_their_neighbours_and_each_its_own(tmp_path) -> None:
             ("ct.exp(x -", "ct.exp(less(x,"),
         )
         closed = ("keepdims=True))\n    ct.store", "keepdims=True)))\n    ct.store")
-        kernels[number] = load_kernel(written(folder, *edits, closed))
+        kernels[number] = registry.load_kernel(written(folder, *edits, closed))
     for number, kernel in kernels.items():
         assert check_schedule(kernel, kernel.problem(rows=3, columns=60), SCHEDULE)[0]
         assert f"folder{number}" in kernel.function._pyfunc.__globals__["less"].__code__.co_filename
@@ -418,7 +417,7 @@ def test_a_file_of_a_package_is_named_as_a_module(tmp_path) -> None:
     with pytest.raises(
         errors.ConfigError, match=rf"name it as a module of its package, from {tmp_path}: made.softmax:Class"
     ):
-        load_kernel(where)
+        registry.load_kernel(where)
 
 
 def test_an_entry_point_shadows_nothing_in_silence(monkeypatch, caplog) -> None:
@@ -427,12 +426,12 @@ def test_an_entry_point_shadows_nothing_in_silence(monkeypatch, caplog) -> None:
 
     points = [point("softmax", "other.softmax:Softmax"), point("norm", "one:Norm"), point("norm", "two:Norm")]
     monkeypatch.setattr(registry, "installed_entry_points", lambda: tuple(points))
-    assert load_kernel("softmax").locator() == "tiledsched.kernels.softmax.declaration:Softmax"
+    assert registry.load_kernel("softmax").locator() == "tiledsched.kernels.softmax.declaration:Softmax"
     assert "registers another one under that name: name that one other.softmax:Softmax" in caplog.text
     with pytest.raises(
         errors.ConfigError, match=r"different kernels as 'norm'; name the one that you mean: one:Norm .*, two:Norm"
     ):
-        load_kernel("norm")
+        registry.load_kernel("norm")
 
 
 @ct.kernel

@@ -33,7 +33,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve import warmup
 from tiledsched.serve.bundle import BundledProgram, named_bundle, read_bundle, write_bundle
-from tiledsched.serve.entries import load_entries, load_table, table_of
+from tiledsched.serve.entries import Layer, load_entries, load_table, table_of
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.prebuilt import find_program, make_kernel, serves, usable_bundle
 from tiledsched.store.records import Entry
@@ -558,7 +558,8 @@ def told(pool, monkeypatch, cli):
 
     def call(*words, code=0, **tuned):
         if tuned:
-            monkeypatch.setattr("tiledsched.serve.entries.load_entries", lambda *given: [entry(**tuned)])
+            layer = Layer(name="user", where="", entries=[entry(**tuned)])
+            monkeypatch.setattr("tiledsched.serve.entries.layers", lambda *given, **more: [layer])
         (said,) = cli(["warmup", *words, "--json"], code=code, devices=list).json["bundles"]
         return said
 

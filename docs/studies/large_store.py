@@ -1,16 +1,25 @@
-"""Times the commands that read a large database, or write to one, on a database of made-up measurements.
-Nothing is measured on a GPU.
+"""Times the commands that read a large database, or write to one, on a database of made-up measurements, and how soon each ends
+at SIGTERM. Nothing is measured on a GPU.
 
 python -m docs.studies.large_store [--folder DIR] [--entries N] [--limit SECONDS] [MEASUREMENTS]
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
+import lzma
+import os
+import platform
 import random
+import sqlite3
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -28,11 +37,12 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Conditions, Device, Measurement
 from tiledsched.store.db import TuningDB
+from tiledsched.store.exchange import SCHEMA_VERSION, written
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
 
-ARCH, SCHEDULES, SAMPLES = "sm_90", 2000, 101
-LARGE, FEW = 100, 30
-"""One landscape of so many is a recording of `SCHEDULES` programs; the others share what is left, about `FEW` each."""
+ARCH, SCHEDULES, SAMPLES, AT_ONCE = "sm_90", 2000, 101, 10_000
+LARGE = 100
+"""One landscape of so many is a recording of `SCHEDULES` programs; the others share what is left."""
 KERNELS = ("attention", "attention", "matmul", "attention", "rms_norm", "attention", "matmul", "softmax")
 """The kernels of made-up landscapes, in turn."""
 DEVICES = tuple(
@@ -60,8 +70,8 @@ def problem_of(number: int) -> Problem:
     kernel, number = KERNELS[number // 2 % len(KERNELS)], number // 2
     declared, dtype = kernel_named(kernel), ("float16", "bfloat16")[number % 2]
     if kernel == "attention":
-        sizes = {"seq_len": 64 * (1 + number // 12), "head_dim": (64, 96, 128)[number % 3]}
-        return declared.standard(**sizes, causal=number // 3 % 2 == 1, dtype=dtype)
+        sizes = {"seq_len": 64 * (1 + number // 3), "head_dim": (64, 96, 128)[number % 3]}
+        return declared.standard(**sizes, causal=number // 2 % 2 == 1, dtype=dtype)
     if kernel == "matmul":
         return declared.problem(m=16 * (1 + number // 8), n=4096, k=1024 * (1 + number % 3), dtype=dtype)
     return declared.problem(rows=64 * (1 + number // 8), columns=(1024, 4096, 5120, 8192)[number % 4], dtype=dtype)
@@ -71,10 +81,10 @@ class MakesUp:
     """Makes up measurements, entries and builds that a check finds sound."""
 
     def __init__(self, count: int, entries: int) -> None:
-        large = entries // LARGE
+        large = -(-entries // LARGE)
         self.sizes = (
             [SCHEDULES if number % LARGE == 0 else 0 for number in range(entries)]
-            if large * SCHEDULES < count
+            if 2 * large * SCHEDULES < count
             else [0] * entries
         )
         left, rest = count - sum(self.sizes), self.sizes.count(0)
@@ -92,11 +102,14 @@ class MakesUp:
             self._schedules[kernel] = found[:SCHEDULES]
         return self._schedules[kernel]
 
-    def landscape(self, number: int) -> Made:
-        """What is made up of one landscape. Schedules are measured again where there are fewer than measurements."""
+    def landscape(self, number: int, first: int = 0) -> Made:
+        """What is made up of one landscape, with a further number for its problem. Schedules are measured again where there are
+        fewer than measurements.
+        """
+        size, number = self.sizes[number], number + first
         problem, device = problem_of(number), DEVICES[number % 2]
         kernel, regime = problem.declaration, "sustained" if number % 20 > 17 else "burst"
-        schedules, size = self.schedules(kernel.name), self.sizes[number]
+        schedules = self.schedules(kernel.name)
         conditions = Conditions(
             sm_clock_mhz=1980 - number % 5 * 15,
             memory_clock_mhz=2619,
@@ -206,25 +219,104 @@ def median_of(stored: StoredMeasurement) -> float:
     return stored.measurement.median_us
 
 
-def fill(path: Path, count: int, entries: int) -> Iterator[str]:
-    """Fill a database; yields a line for each hundred thousand measurements."""
+def fill(path: Path, count: int, entries: int, first: int = 0) -> Iterator[list[Made]]:
+    """Fill a database with landscapes from a number on; yields those of each transaction."""
     made = MakesUp(count, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     with TuningDB.open(path) as db:
         builds = made.builds()
-        while some := list(itertools.islice(builds, 10_000)):
+        while some := list(itertools.islice(builds, AT_ONCE)):
             db.record_builds(some)
         found: list[Made] = []
         for number in range(entries):
-            found.append(made.landscape(number))
-            if sum(len(each.measurements) for each in found) >= 20_000 or number == entries - 1:
-                started = time.perf_counter()
-                rows = [one for each in found for one in each.measurements]
-                db.merge(rows, [each.entry for each in found])
-                yield f"merging {len(rows):,} of {number + 1:,} landscapes: {time.perf_counter() - started:.1f} s"
+            found.append(made.landscape(number, first))
+            if sum(len(each.measurements) for each in found) >= AT_ONCE or number == entries - 1:
+                db.merge([one for each in found for one in each.measurements], [each.entry for each in found])
+                yield found
                 found = []
 
 
+def write_table(path: Path, made: Iterable[Made]) -> None:
+    """Write a table of landscapes, as `tiledsched db export` does, in more lines."""
+    with lzma.open(path, "wt", preset=1, encoding="utf-8") as file:
+        file.write(f'{{"artifacts": [], "schema_version": {SCHEMA_VERSION}, "measurements": [')
+        entries, between = [], ""
+        for each in made:
+            entries.append(json.dumps(written(each.entry)))
+            for stored in each.measurements:
+                file.write(between + json.dumps(written(stored)))
+                between = ",\n"
+        file.write('], "entries": [' + ",\n".join(entries) + "]}")
+
+
+def run(words: Sequence[str], limit_s: float) -> tuple[str, float]:
+    """Run a command of `tiledsched`: its exit code, what it took of time and memory, and the time in seconds."""
+    started = time.perf_counter()
+    child = subprocess.Popen([sys.executable, "-m", "tiledsched", *words], stdout=subprocess.DEVNULL)
+    timer = threading.Timer(limit_s, child.terminate)
+    timer.start()
+    _, status, used = os.wait4(child.pid, 0)
+    timer.cancel()
+    took = time.perf_counter() - started
+    cores = used.ru_utime + used.ru_stime
+    return (
+        f"exit {os.waitstatus_to_exitcode(status)}, {took:.1f} s ({cores:.1f} s of CPU), {used.ru_maxrss >> 10} MiB",
+        took,
+    )
+
+
+def timed(folder: Path, count: int, entries: int, limit_s: float) -> Iterator[str]:
+    """Make the databases, and run each command on them twice: to its end, and with a signal in the middle; yields a line of a
+    table for each.
+    """
+    path, other, table = folder / "large.db", folder / "other.db", folder / "other.json.xz"
+    started = time.perf_counter()
+    for _ in () if path.exists() else fill(path, count, entries):
+        pass
+    write_table(table, itertools.chain.from_iterable(fill(other, count // 10, entries // 10, first=2 * entries)))
+    made_in = time.perf_counter() - started
+    yield f"{count:,} measurements, {entries:,} entries, {path.stat().st_size >> 20} MiB, made in {made_in:.0f} s"
+    yield f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}"
+    on_it = ["--db", str(path)]
+    commands = {
+        "check": ["db", "check", *on_it],
+        "report": ["report", "attention", "--arch", ARCH, "-o", str(folder / "report"), *on_it],
+        "compare": ["compare", f"{path}@H100", f"{path}@H200"],
+        "import of a table": ["db", "import", str(table), *on_it],
+        "import of a database": ["db", "import", str(other), *on_it],
+    }
+    for name, words in commands.items():
+        said, took = run(words, limit_s)
+        _, ended = run(words, took / 2)
+        yield f"|{name}|{said}|ends {ended - took / 2:.1f} s after SIGTERM|"
+
+
+def main() -> None:
+    """Run the study as a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.studies.large_store", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "measurements", type=int, nargs="?", default=1_000_000, help="how many are made up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--entries", type=int, default=20_000, help="how many entries these are of (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=170, help="seconds after which a command is ended (default: 170)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the databases are made and stay; one that is there is used (default: removed at the end)",
+    )
+    options = parser.parse_args()
+    if options.entries < 10 or options.measurements < 10 * options.entries:
+        parser.error("give at least 10 entries, and 10 measurements for each")
+    with tempfile.TemporaryDirectory() as made:
+        for line in timed(options.folder or Path(made), options.measurements, options.entries, options.limit):
+            print(line, flush=True)
+
+
 if __name__ == "__main__":
-    for line in fill(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])):
-        print(line, flush=True)
+    main()

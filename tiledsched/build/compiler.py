@@ -23,6 +23,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind, NoRoomError
 from tiledsched.core.files import PREFIX, has_room, is_full
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.processes import import_cutile
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 
@@ -72,8 +73,7 @@ def prepare_process() -> None:
     for name in MISLEADING_VARIABLES:
         os.environ.pop(name, None)
     os.environ["CUDA_TILE_CACHE_DIR"] = "off"
-    # Else it makes a folder as it is imported, which whoever is killed leaves behind.
-    os.environ.setdefault("CUDA_TILE_TEMP_DIR", tempfile.gettempdir())
+    import_cutile()
 
 
 NO_MEANS = re.compile("cannot allocate memory|read-only file system|too many open files", re.IGNORECASE)

@@ -10,7 +10,6 @@ import concurrent.futures.process
 import contextlib
 import importlib
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -50,7 +49,8 @@ def start_process(folder: str, parent: int) -> None:
         config = importlib.import_module("cuda.tile._cext").default_tile_context.config
         before, config.temp_dir = config.temp_dir, folder
         if not named and before != folder:
-            shutil.rmtree(before, ignore_errors=True)
+            with contextlib.suppress(OSError):  # unless there is anything in it, and it is the script's own
+                os.rmdir(before)
 
 
 def default_jobs() -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tiledsched.core.config import warn_once
-from tiledsched.core.files import others_may_change, read_bounded, write_whole
+from tiledsched.core.files import make_private, others_may_change, read_bounded, write_whole
 
 log = logging.getLogger("tiledsched")
 Facts = TypeVar("Facts")
@@ -31,7 +31,7 @@ def write_sealed(path: Path, facts: Any, contents: bytes) -> OSError | None:
     """
     rest = json.dumps({**msgspec.to_builtins(facts), "name": path.name}).encode() + b"\n" + contents
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         write_whole(path, _head(rest) + rest, private=True)
     except OSError as error:
         return error
@@ -39,8 +39,8 @@ def write_sealed(path: Path, facts: Any, contents: bytes) -> OSError | None:
 
 
 def read_sealed(path: Path, kind: type[Facts]) -> tuple[Facts, bytes] | None:
-    """The facts and the contents of a file. None where there is no file, where another user may have written it, and where it is
-    damaged in any way: then it is removed.
+    """The facts and the contents of a file. None where there is no file, where another user may have written it or put it there,
+    and where it is damaged in any way: then it is removed.
 
     Args:
         path: the file.
@@ -48,7 +48,10 @@ def read_sealed(path: Path, kind: type[Facts]) -> tuple[Facts, bytes] | None:
     """
     try:
         if why := others_may_change(path):
-            warn_once(f"{path} is not used: {why}; programs in it run as they are")
+            warn_once(
+                f"{path.parent} is not used: {why}, and programs in it would run as they are; take that right away (chmod go-w, "
+                "chown), or name another folder with TILEDSCHED_CACHE"
+            )
             return None
         data = read_bounded(path)
     except (OSError, ValueError):

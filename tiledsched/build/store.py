@@ -27,7 +27,7 @@ from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import carried, check_host, host_arch, host_folder
 from tiledsched.build.sealed import discard, is_usable, read_sealed, write_sealed
 from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError
-from tiledsched.core.files import unpacked, user_folder
+from tiledsched.core.files import make_private, others_may_change, unpacked, user_folder
 
 CACHE_VARIABLE = "TILEDSCHED_CACHE"
 
@@ -84,11 +84,17 @@ class ProgramStore:
             ConfigError: it cannot be made or written to.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            why = others_may_change(self.folder)
         except OSError as error:
             raise self._unusable(error) from error
+        if why:
+            raise ConfigError(
+                f"cannot keep machine code in {self.folder}, because {why}, and it would run as it is; take that right away "
+                f"(chmod go-w, chown), or name another folder with {CACHE_VARIABLE}"
+            )
 
     def _unusable(self, error: OSError) -> ConfigError:
         return ConfigError(
@@ -177,7 +183,7 @@ class Claims:
         """Claim a file. False where another process has it, unless the call is to `wait` for that process."""
         with suppress(OSError):
             if self._lock_file < 0:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                make_private(self._folder)
                 self._lock_file = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 self._lock(path, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,6 +36,8 @@ MOST_KINDS = 6
 """Kinds of problems of the suites that are checked."""
 MOST_WALKED = 64
 """Schedules of the space that are looked at for each one wanted, before the space is said to have no more."""
+MOST_VALUES = 256
+"""Most values of a knob that are tried one by one."""
 SIZES = (1024, 4096, 128, 16, 2)
 """Values of the sizes of a kernel that names no problem: the first that it allows."""
 LONG_KINDS = ("cancelling",)
@@ -306,7 +308,8 @@ class _Check:
                 with suppress(TiledschedError):
                     yield self.space.sample(problem, rng)
             for name, knob in self.space.knobs.items() if every_value else ():
-                for each in knob.choices if name not in HINT_KNOBS else ():
+                some = rng.sample(knob.choices, MOST_VALUES) if len(knob.choices) > MOST_VALUES else knob.choices
+                for each in some if name not in HINT_KNOBS else ():
                     yield from itertools.islice(self.space.schedules(problem, pinned={name: each}, rng=rng), 1)
 
     def launched(self, p: Problem, s: Schedule) -> Any:

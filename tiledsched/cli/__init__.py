@@ -15,6 +15,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
 from tiledsched.core import blame, errors, extras, files
+from tiledsched.core.processes import give_cutile_folder
 
 INTERRUPTED = 130
 COMPLETE = "_TILEDSCHED_COMPLETE"
@@ -110,6 +111,7 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
     """Run one command, and say what went wrong; the exit code."""
     gc.set_threshold(COLLECT_EVERY)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no command multiplies matrices large enough to gain from more
+    give_cutile_folder()
     import click
     from click.shell_completion import shell_complete
 

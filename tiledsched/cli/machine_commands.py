@@ -92,7 +92,7 @@ def warmup(
     from tiledsched.build.compiler import prepare_process
     from tiledsched.build.pool import BuildPool
 
-    prepare_process()  # before cuTile is imported, which else makes a folder that is left behind where this is killed
+    prepare_process()
     from tiledsched.serve.entries import load_entries, load_table
     from tiledsched.serve.warmup import prepare, renamed_by_contents
     from tiledsched.store.evidence import of_kernel

@@ -57,7 +57,7 @@ def print_tuned(report: results.TuneReport, replayed: str = "") -> None:
             "stays as it is."
         )
     if not report.measured:
-        part = any(result.left for result in report.results)
+        part = any(result.left or result.more for result in report.results)
         built = (
             "The default, what is served and the model's favourites were built" if part else "Every schedule was built"
         )
@@ -69,7 +69,7 @@ def print_tuned(report: results.TuneReport, replayed: str = "") -> None:
     for result, entry in zip(report.results, report.entries, strict=True):
         print()
         print_wrapped(f"{entry.problem} on {entry.device_name or entry.arch}")
-        of = f" of {result.schedules + result.left}" if not report.measured else ""
+        of = f" of {'more than ' if result.more else ''}{result.schedules + result.left}" if not report.measured else ""
         compiled = f"; {result.compiled} compiled now" if not replayed else ""
         measured = f", {result.measured} {how}" if report.measured else ""
         print_lines(

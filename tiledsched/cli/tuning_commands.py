@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.seen_flag import by_kernel, only_arch, ranked, seen_option, select
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import OwnFolder
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
@@ -166,7 +166,7 @@ def rehearse(run: Invocation, files: tuple[str, ...], chosen: TuneOptions) -> No
     from tiledsched.tuning.recording import Recording
 
     recording = Recording(files)
-    with tempfile.TemporaryDirectory() as folder, TuneProgress(len(recording.problems), chosen.budget_s) as watcher:
+    with OwnFolder() as folder, TuneProgress(len(recording.problems), chosen.budget_s) as watcher:
         run.db, run.tools = f"{folder}/replay.db", recording.tools
         with run.session(recording.arch) as session:
             found = session.tune(recording.kernel, recording.problems, chosen, watcher=watcher)
@@ -193,7 +193,7 @@ def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) ->
         steps.append(("which knobs matter, with charts", ["report", *same, *flags("regime"), "-o", "report"]))
     if report.measured:
         steps.append(("how it compares with other implementations", ["bench", *named, *flags("db", "regime"), *first]))
-    elif any(result.left for result in report.results):
+    elif any(result.left for result in report.results) and not any(result.more for result in report.results):
         everything = max(result.schedules + result.left for result in report.results)
         steps.append(("build the others, too", [*_without(run.words, "--trials"), "--trials", str(everything)]))
     return steps

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -32,6 +33,8 @@ FORGOTTEN_S = 60.0
 another machine.
 """
 PREFIX, LOCK = "tiledsched-", "lock"
+MARK = f"a temporary folder of tiledsched on {socket.gethostname()}".encode()
+"""What the lock file of a temporary folder holds. Where another host made the folder, its lock may not be seen from here."""
 MOST_BYTES = 1 << 29
 """Most bytes of a data file that is read. The largest table that ships has a hundredth of it."""
 PART_BYTES = 1 << 24
@@ -53,6 +56,8 @@ COMPRESSED = {
 }
 """How compressed files begin -> the command that unpacks such a file."""
 
+_PART = re.compile(r"\.tiledsched-(\d{1,9})-[0-9a-f]{8}\.part(-\w+)?")
+"""Names of files that become others once they are whole, with the id of their process, and of the journals of such a database."""
 _ODD = re.compile(r"[^\n\t -~]")
 _FORMULA = re.compile(r"'*[=+@\t-].", re.DOTALL)
 """How a cell begins that a spreadsheet computes, or one that was kept from it."""
@@ -231,16 +236,36 @@ def csv_text(
     return text.getvalue()
 
 
-def others_may_change(path: str | os.PathLike[str]) -> str:
-    """By whom, other than this user and root, a file may have been written, in words; empty where by nobody.
+def others_may_change(path: str | os.PathLike[str], *, any_owner: bool = False) -> str:
+    """By whom, other than this user and root, a file may have been written, or another one been put in its place, in words; empty
+    where by nobody. All folders above it count, as for the keys of ssh; of those like /tmp, in which nobody renames what belongs
+    to others, only the owner does.
+
+    Args:
+        path: the file, or a folder.
+        any_owner: whether its owner, and those of the folders, are trusted, whoever they are.
 
     Raises:
         OSError: there is no such file.
     """
-    status = os.stat(path)
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to another user ({status.st_uid})"
-    return f"others may write it (mode {stat.S_IMODE(status.st_mode):o})" if status.st_mode & 0o022 else ""
+    place = Path(os.path.realpath(path))
+    for each in (place, *place.parents):
+        status = os.stat(each)
+        if not any_owner and status.st_uid not in (os.geteuid(), 0):
+            return f"{each} belongs to another user ({status.st_uid})"
+        if status.st_mode & 0o022 and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+            return f"others may write {each} (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder and those above it, where they are missing, so that only this user may write in them.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for each in reversed([folder, *(above for above in folder.parents if not above.exists())]):
+        each.mkdir(0o755, exist_ok=True)
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str, *, private: bool = False) -> None:
@@ -268,10 +293,15 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str, *, private: 
 
 
 def partial_path(target: Path) -> Path:
-    """A path for the file that becomes `target` once it is whole. Old files of killed processes under such names are removed."""
+    """A path for the file that becomes `target` once it is whole. Old files that killed processes of this user left under such
+    names are removed.
+    """
     for left in target.parent.glob(".tiledsched-*.part*"):
-        with contextlib.suppress(OSError, ValueError):
-            if time.time() - left.stat().st_mtime > FORGOTTEN_S and not _runs(int(left.name.split("-")[1])):
+        with contextlib.suppress(OSError):
+            named, status = _PART.fullmatch(left.name), left.lstat()
+            if named is None or status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+                continue
+            if time.time() - status.st_mtime > FORGOTTEN_S and not _runs(int(named[1])):
                 left.unlink()
     return target.with_name(f".tiledsched-{os.getpid()}-{secrets.token_hex(4)}.part")
 
@@ -315,29 +345,42 @@ class OwnFolder:
 
     def __init__(self) -> None:
         _sweep()
+        self._pid = os.getpid()
         self.path = tempfile.mkdtemp(prefix=PREFIX)
         made = os.path.join(self.path, f"new.{LOCK}")
         self._lock = os.open(made, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # the system releases the lock when this process ends, however it ends
+        os.write(self._lock, MARK)
         os.rename(made, os.path.join(self.path, LOCK))  # held as soon as it has its name, by which others look for it
 
     def close(self) -> None:
-        """Remove the folder. Safe to call twice."""
+        """Remove the folder. Safe to call twice, and nothing in a process that was forked from the one that made it."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if os.getpid() == self._pid:
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 
+    def __enter__(self) -> str:
+        return self.path
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
 
 def _sweep() -> None:
-    """Remove the folders whose lock nobody holds: their process is gone. A folder without a lock file is just being made."""
+    """Remove the folders of this user, made on this host, whose lock nobody holds: their process is gone. A folder without a lock
+    file is just being made; one whose lock file holds anything else is a stranger's.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if stat.S_ISREG(os.fstat(lock).st_mode) and os.read(lock, 2 * len(MARK)) == MARK:
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

@@ -7,6 +7,8 @@ keeps PYTHONPATH and editable installs.
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 import shutil
 import signal
@@ -19,6 +21,10 @@ from multiprocessing import resource_tracker, util
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
+from tiledsched.core.files import OwnFolder
+
+CUTILE_FOLDER = "CUDA_TILE_TEMP_DIR"
+"""Names the folder that cuTile writes its temporary files to."""
 SAFE_PATH = "import sys; sys.path[:] = filter(None, sys.path)"
 """The first statement of each process. The current directory is the only empty entry, since `site` makes those of PYTHONPATH
 absolute; `sys` is built into the interpreter, so that nothing is imported before."""
@@ -47,6 +53,29 @@ def child_environment() -> dict[str, str]:
         with suppress(FileNotFoundError):  # the folder is gone, and all that could be imported from it
             places.setdefault(os.getcwd())
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def give_cutile_folder() -> bool:
+    """Have cuTile, once it is imported, write to a folder of this process that the next one removes where this one is killed, and
+    whether that is so. By itself it makes a folder as it is imported, of which nobody can tell then whose it was.
+    """
+    if os.environ.get(CUTILE_FOLDER) or "cuda.tile" in sys.modules:
+        return False
+    try:
+        folder = OwnFolder()
+    except OSError:  # whoever compiles says so
+        return False
+    atexit.register(folder.close)
+    os.environ[CUTILE_FOLDER] = folder.path
+    return True
+
+
+def import_cutile() -> None:
+    """Import cuTile, where it is installed, with such a folder; processes that this one starts are not told of it."""
+    if give_cutile_folder():
+        with suppress(ImportError):  # whoever compiles finds out
+            importlib.import_module("cuda.tile")
+        del os.environ[CUTILE_FOLDER]
 
 
 def end_with_parent(parent: int, folder: str = "") -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
@@ -25,7 +27,21 @@ from tiledsched.core.schedule import KnobValue, Schedule
 FEW_COMBINATIONS = 1 << 12
 """A constraint whose knobs have at most this many combinations is used to remove impossible values of single knobs."""
 MOST_COMBINATIONS = 1 << 20
-"""A constraint whose knobs have more combinations than this is only checked after all of its knobs have values."""
+"""Constraints are worked out beforehand as long as their knobs have no more combinations than this in all. The others are only
+checked after all of their knobs have values.
+"""
+MOST_LISTED, MOST_CELLS = 1 << 17, 1 << 26
+"""Most schedules that are listed, and most schedules times choices of all knobs: of a larger space some are drawn at random."""
+DRAWN = 1 << 11
+"""Schedules that are drawn from a space that is too large to be listed."""
+MOST_STEPS = 1 << 20
+"""Steps without a valid schedule after which a walk over a space is given up: a value that is tried, or a constraint that is
+checked late.
+"""
+MOST_NAMED = 32
+"""Most choices of a knob that a message names."""
+TRY_STEPS = 128
+"""Steps that beginning another walk counts for."""
 RACED, NOT_REACHED = "raced", "not reached within the limits of trials, time and expected gain"
 """Outcomes of a listed candidate: it took part, or its turn never came."""
 LISTED_BEFORE, UNKNOWN = "listed before", "it names none of the knobs"
@@ -60,6 +76,33 @@ class Constraint:
             f"the constraint {self.require!r} cannot be evaluated: {error}; put a condition before it, as in "
             "k > 0 and m % k == 0"
         )
+
+
+class WalkEndedError(SpaceError):
+    """A walk over a space was given up before it was known whether there is another valid schedule."""
+
+
+@dataclass
+class Walk:
+    """How long walks over a space may take before they find a schedule."""
+
+    deadline_s: float = math.inf
+    """The `time.monotonic()` at which they end."""
+    left: int = MOST_STEPS
+    """Steps that are left."""
+
+    def step(self, count: int = 1) -> None:
+        """Take some steps.
+
+        Raises:
+            WalkEndedError: there are none left, or no time.
+        """
+        self.left -= count
+        if self.left < 0 or (self.left % 1024 < count and time.monotonic() > self.deadline_s):
+            raise WalkEndedError(
+                "no valid schedule was found in the time there is, or among as many combinations of its knobs as are tried; "
+                "give knobs fewer choices, or write constraints that read fewer knobs each"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +248,9 @@ class SearchSpace:
         reasons = []
         for name, knob in self.knobs.items():
             if name not in schedule:
-                reasons.append(f"knob {name!r} is missing; allowed values are {list(knob.choices)}")
+                reasons.append(f"knob {name!r} is missing; allowed values are {some_of(knob.choices)}")
             elif not contains(knob.choices, schedule[name]):
-                reasons.append(f"{name} = {schedule[name]!r} is not one of {list(knob.choices)}")
+                reasons.append(f"{name} = {schedule[name]!r} is not one of {some_of(knob.choices)}")
         unknown = sorted(set(schedule) - set(self.knobs))
         if unknown:
             reasons.append(f"unknown knobs {unknown}; known are {list(self.knobs)}")
@@ -224,8 +267,47 @@ class SearchSpace:
             if not (holds or (needed and each.exploring))
         ]
 
+    @property
+    def most_listed(self) -> int:
+        """Most of its schedules that are listed, and searched."""
+        return min(MOST_LISTED, MOST_CELLS // sum(len(knob.choices) for knob in self.knobs.values()))
+
+    def listed(
+        self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None, deadline_s: float = math.inf
+    ) -> tuple[list[Schedule], bool]:
+        """Every valid schedule in the order of :meth:`schedules`, and whether they are all. Of a space that holds more than
+        :attr:`most_listed`, or that takes too long to list, they are some, most of them drawn at random, and the same ones each
+        time there is time enough.
+
+        Args:
+            problem: the problem, which constraints may read.
+            pinned: knobs that have a fixed value.
+            deadline_s: the `time.monotonic()` at which listing ends.
+        """
+        now = time.monotonic()
+        most, found, half_s = self.most_listed, list[Schedule](), now + (deadline_s - now) / 2
+        with suppress(WalkEndedError):
+            for each in self.schedules(problem, pinned=pinned, walk=Walk(half_s)):
+                found.append(each)
+                if len(found) > most or time.monotonic() > half_s:
+                    break
+            else:
+                return found, True
+        rng, drawn, walk = random.Random(0), dict[Schedule, None](), Walk(deadline_s)
+        with suppress(WalkEndedError):
+            for _ in range(2 * DRAWN):
+                if len(drawn) >= min(most, DRAWN) or time.monotonic() > deadline_s:
+                    break
+                drawn |= dict.fromkeys(itertools.islice(self.schedules(problem, pinned=pinned, rng=rng, walk=walk), 1))
+        return list(dict.fromkeys([*drawn, *found]))[: min(most, DRAWN)], False
+
     def schedules(
-        self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None, rng: random.Random | None = None
+        self,
+        problem: Problem,
+        *,
+        pinned: Mapping[str, KnobValue] | None = None,
+        rng: random.Random | None = None,
+        walk: Walk | None = None,
     ) -> Iterator[Schedule]:
         """Yield every valid schedule in a fixed order: knobs vary in the order written, the last one fastest.
 
@@ -233,8 +315,12 @@ class SearchSpace:
             problem: the problem, which constraints may read.
             pinned: knobs that have a fixed value.
             rng: draws the order of each knob's values instead, anew at each turn.
+            walk: how long to look for the next schedule.
+
+        Raises:
+            WalkEndedError: no other schedule was found in that time, and there may be more.
         """
-        pinned = dict(Schedule(pinned or {}))
+        pinned, walk = dict(Schedule(pinned or {})), walk or Walk()
         values = self.constraint_values(problem)
         if self.candidates:
             listed = dict.fromkeys([self.default(problem, pinned=pinned), *self.candidates])
@@ -253,12 +339,15 @@ class SearchSpace:
         # walked[i]: for each constraint that reads knob i, where the knobs before have led in its tree, and how many it reads.
         walked: list[list[tuple[list[_Tree], int]]] = [[] for _ in names]
         late: list[list[Constraint]] = [[] for _ in names]
+        combinations = 0
         for constraint in self.constraints:
             read = tuple(name for name in names if name in constraint.names)
+            more = math.prod(len(choices[name]) for name in read)
             if not read:
                 if not constraint.holds(values):
                     return
-            elif math.prod(len(choices[name]) for name in read) <= MOST_COMBINATIONS:
+            elif combinations + more <= MOST_COMBINATIONS and time.monotonic() <= walk.deadline_s:
+                combinations += more
                 tree = _tree(*_bound(constraint, choices, values))
                 if tree is not None:
                     choices[read[0]] = tuple(each for each in choices[read[0]] if each in tree)
@@ -280,6 +369,7 @@ class SearchSpace:
         while untried:
             index = len(untried) - 1
             for choice in untried[-1]:
+                walk.step(1 + len(late[index]))
                 for path, count in walked[index]:
                     branch = path[count].get(choice)
                     if branch is None:
@@ -292,6 +382,7 @@ class SearchSpace:
                     if index + 1 < len(names):
                         untried.append(values_of(index + 1))
                         break
+                    walk.left = MOST_STEPS
                     yield Schedule.of_checked({name: values[name] for name in in_order})
             else:
                 untried.pop()
@@ -343,16 +434,20 @@ class SearchSpace:
         if self.candidates:
             return rng.choice(list(self.schedules(problem)))
         values = [(name, choice) for name, knob in self.knobs.items() for choice in knob.choices]
+        walk = Walk()
         for name, choice in rng.sample(values, len(values)):
-            found = next(self.schedules(problem, pinned={name: choice}, rng=rng), None)
+            walk.step(TRY_STEPS)
+            found = next(self.schedules(problem, pinned={name: choice}, rng=rng, walk=walk), None)
             if found is not None:
                 return found
         raise self._nothing_valid(problem)
 
     def _nothing_valid(self, problem: Problem) -> SpaceError:
+        left = MOST_COMBINATIONS
         for each in self.constraints:  # one that alone excludes everything is to blame
             read = {name: knob.choices for name, knob in self.knobs.items() if name in each.names}
-            few = math.prod(map(len, read.values())) <= MOST_COMBINATIONS
+            left -= math.prod(map(len, read.values()))
+            few = left >= 0
             if few and not _allowed(*_bound(each, read, self.constraint_values(problem))):
                 return SpaceError(
                     f"{self.source or self.arch} holds no valid schedule for {problem}: no choice of "
@@ -398,11 +493,12 @@ class SearchSpace:
         """The default schedule for `problem`: every knob at its default, or the nearest valid schedule.
 
         Defaults are written for common problems. If they break a constraint (a tile may be too large for a wide head), the
-        default is the valid schedule with the fewest changed knobs, the first one in the order of enumeration. Knobs in
-        `pinned` have the given value instead of their default.
+        default is the valid schedule with the fewest changed knobs, the first one in the order of enumeration; where that takes
+        more than :data:`MOST_STEPS`, the first one of all. Knobs in `pinned` have the given value instead of their default.
 
         Raises:
-            SpaceError: the space holds no valid schedule for this problem.
+            SpaceError: the space holds no valid schedule for this problem, or none was found among as many combinations as are
+                tried.
         """
         if self.candidates:
             return replace(self, candidates=()).default(problem, pinned=pinned)
@@ -411,14 +507,20 @@ class SearchSpace:
         if not self.violations(wanted, problem):
             return wanted
         free = [name for name in self.knobs if name not in pinned]
-        possible = next(self.schedules(problem, pinned=pinned), None) is not None
-        for changes in range(1, len(free) + 1) if possible else ():
-            for changed in itertools.combinations(free, changes):
+        walk = Walk()
+        possible = next(self.schedules(problem, pinned=pinned, walk=walk), None)
+        if possible is None:
+            raise self._nothing_valid(problem)
+        with suppress(WalkEndedError):
+            for changed in itertools.chain.from_iterable(
+                itertools.combinations(free, changes) for changes in range(1, len(free) + 1)
+            ):
+                walk.step(TRY_STEPS)
                 rest = {name: wanted[name] for name in self.knobs if name not in changed}
-                found = next(self.schedules(problem, pinned=rest), None)
+                found = next(self.schedules(problem, pinned=rest, walk=walk), None)
                 if found is not None:
                     return found
-        raise self._nothing_valid(problem)
+        return possible
 
 
 @lru_cache(maxsize=4096)
@@ -509,6 +611,12 @@ def _left_by(
         name: tuple(choice for choice in each if choice in seen)
         for (name, each), seen in zip(choices, found, strict=True)
     }
+
+
+def some_of(choices: Sequence[KnobValue]) -> str:
+    """Choices as a list for people; of many, the first, and how many there are."""
+    more = f" and {len(choices) - MOST_NAMED:,} more" if len(choices) > MOST_NAMED else ""
+    return f"{list(choices[:MOST_NAMED])}{more}"
 
 
 def contains(choices: Sequence[KnobValue], value: object) -> bool:

@@ -7,6 +7,7 @@ constraints are added. docs/search-space.md describes the format.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from tiledsched.core.fields import Knob
 from tiledsched.core.files import read_toml, real_path
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import kernel_named, load_kernel
-from tiledsched.core.space import Constraint, SearchSpace, contains
+from tiledsched.core.space import Constraint, SearchSpace, contains, some_of
 
 KNOB_KEYS = ("choices", "default", "about", "measured_only")
 TOP_KEYS = ("extends", "kernel", "arch", "about", "limits", "knobs", "constraints")
@@ -219,16 +220,16 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
         if not isinstance(choice, (bool, int, str)) or type(choice) is not type(choices[0]):
             raise SpaceError(
                 f"{path}: knobs.{name}.choices must all be of one kind (integers, true/false or strings), "
-                f"got {choices!r}"
+                f"got {some_of(choices)}"
             )
         if isinstance(choice, str) and not choice.isprintable():
             raise SpaceError(f"{path}: knobs.{name}.choices has text that cannot be printed, {choice!r}; correct it")
-    twice = next((choice for place, choice in enumerate(choices) if choice in choices[:place]), None)
-    if twice is not None:
-        raise SpaceError(f"{path}: knobs.{name}.choices has {twice!r} twice, got {choices!r}")
+    (choice, times), *_ = Counter(choices).most_common(1)
+    if times > 1:
+        raise SpaceError(f"{path}: knobs.{name}.choices has {choice!r} twice, got {some_of(choices)}")
     default = table.get("default", choices[0])
     if not contains(choices, default):
-        raise SpaceError(f"{path}: knobs.{name}.default = {default!r} is not one of its choices {choices}")
+        raise SpaceError(f"{path}: knobs.{name}.default = {default!r} is not one of its choices {some_of(choices)}")
     measured_only = table.get("measured_only", False)
     if not isinstance(measured_only, bool):
         raise SpaceError(f"{path}: knobs.{name}.measured_only must be true or false, got {measured_only!r}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.errors import Failure, MeasureError
+from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import check_allowed
 from tiledsched.fleet.gpus import Gpu
@@ -58,7 +58,7 @@ def record(
 ) -> dict[str, Any]:
     """Record one problem. Its landscapes are in the database; who wants files writes them from there."""
     chosen = RecordOptions.from_mapping(options, "record")
-    with tempfile.TemporaryDirectory() as folder:
+    with OwnFolder() as folder:
         _, (result,) = session.record(kernel, [problem], chosen, folder=folder, progress=progress)
     return {
         "schedules": result.schedules,

@@ -7,6 +7,7 @@ home what is new when it is done, or when it is told to stop. What a killed work
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import sqlite3
@@ -34,6 +35,10 @@ MOST_ALIKE = 64
 """Newest winners of other problems that go along: they say where to look first."""
 
 
+_NAMED = re.compile(r".+-(\d+(?:\.\d*)?)\.db")
+"""Names of these databases, with the word for the process that made one."""
+
+
 class LocalStore:
     """The folder of local databases of one process.
 
@@ -52,7 +57,7 @@ class LocalStore:
         self._brought: dict[Path, set[Content]] = {}
         self._tried: set[Path] = set()
         with _here(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            files.make_private(self._folder)
             with TuningDB.open(self._template):  # once: making the schema takes longer than a small tune
                 pass
 
@@ -85,7 +90,7 @@ class LocalStore:
         found = [
             path
             for path in sorted(self._folder.glob("*.db"))
-            if path not in self._tried and not host.lives(path.stem.rpartition("-")[2])
+            if path not in self._tried and (named := _NAMED.fullmatch(path.name)) and not host.lives(named[1])
         ]
         self._tried.update(found)
         return found

@@ -26,6 +26,8 @@ GREY = "#878D96"
 """Between the colours of text on a light and on a dark page."""
 OPEN_ROWS = 12
 """A longer table is folded."""
+MOST_DRAWN = 1_000
+"""Lines of the chart and rows of a table, at most: a page of more is too large to open."""
 VERDICTS = {
     "slower": ("slower", RED, (1, 0)),
     "faster": ("faster", BLUE, (1, 0)),
@@ -92,12 +94,20 @@ def comparison_blocks(found: Comparison) -> list[Block]:
 
 
 def drawn_rows(found: Comparison) -> list[Compared]:
-    """The rows that have a line in the chart: all except those for which nothing was timed anew."""
-    return [row for row in found.rows if not row.one_measurement]
+    """The rows that have a line in the chart: all except those for which nothing was timed anew; of too many, as many of each
+    ratio.
+    """
+    rows = [row for row in found.rows if not row.one_measurement]
+    if len(rows) <= MOST_DRAWN:
+        return rows
+    ordered = sorted(range(len(rows)), key=lambda place: rows[place].ratio)
+    taken = {ordered[number * (len(rows) - 1) // (MOST_DRAWN - 1)] for number in range(MOST_DRAWN)}
+    return [row for place, row in enumerate(rows) if place in taken]
 
 
 def _caption(found: Comparison) -> str:
-    left = len(found.rows) - len(drawn_rows(found))
+    left = sum(row.one_measurement for row in found.rows)
+    others = len(found.rows) - left - len(drawn_rows(found))
     text = (
         "Each line is one problem. It starts at 1, its time in A, and ends at its time in B over that: a line that rises to 1.10 "
         "takes 10% longer in B. "
@@ -110,6 +120,8 @@ def _caption(found: Comparison) -> str:
         "is what surely differs by less; all else is a tie, and dashed. Two schedules tie where A or B timed both and their "
         "intervals overlap, or where a tune could not tell them apart."
     )
+    if others:
+        text += f" {others:,} more problems are not drawn, evenly spread over the ratios; comparison.csv has all."
     return text + (f" {left} of the problems are not drawn: both sides hold the very same measurement." if left else "")
 
 
@@ -218,7 +230,8 @@ def _change(row: Compared) -> str:
 def _times(rows: Sequence[Compared], title: str, found: Comparison) -> list[Block]:
     """A table of times, or nothing without rows."""
     cells = [
-        (label_of(row.b, found), f"{row.ratio:.3f}: {_time(row.a)}, {_time(row.b)}", _schedules(row)) for row in rows
+        (label_of(row.b, found), f"{row.ratio:.3f}: {_time(row.a)}, {_time(row.b)}", _schedules(row))
+        for row in rows[:MOST_DRAWN]
     ]
     head = ("problem", "B / A, and both times", "best in B, and what A's has in its place")
     heading = Heading(text=f"{title} ({len(rows)})", folded=len(rows) > OPEN_ROWS)

@@ -115,7 +115,7 @@ def facts(one: ProblemReport, report: Report) -> list[tuple[str, str, str]]:
     found = [_served(one, report), *costs]
     if (unit := tile_unit(report)) and one.tile_drop is not None and one.second_tile:
         second = one.second_tile
-        if _untold(one, 1 + one.tile_drop):
+        if _undecided(one, 1 + one.tile_drop):
             return found
         found.append(
             _cost(
@@ -134,7 +134,7 @@ def facts(one: ProblemReport, report: Report) -> list[tuple[str, str, str]]:
     return found
 
 
-def _untold(one: ProblemReport, relative: float) -> bool:
+def _undecided(one: ProblemReport, relative: float) -> bool:
     """Whether what a choice costs is an estimate that lies within the model's error."""
     return one.provenance != MEASURED and abs(relative - 1) <= one.tolerance
 
@@ -142,7 +142,7 @@ def _untold(one: ProblemReport, relative: float) -> bool:
 def _cost(title: str, one: ProblemReport, relative: float, more: str, tie: bool = False) -> tuple[str, str, str]:
     """What a choice costs; of estimates, only what is beyond the model's error."""
     said = longer(relative - 1)
-    if _untold(one, relative):
+    if _undecided(one, relative):
         why = (
             "The estimates differ by less than their error."
             if one.error
@@ -168,7 +168,7 @@ def _served(one: ProblemReport, report: Report) -> tuple[str, str, str]:
     more = [] if name_of(chosen, report) == chosen.short() else [short(chosen)]
     if one.serves or not one.explained:
         more.append(f"{best_time(one, one.serves or one.leader)}{'' if one.provenance == MEASURED else ', modelled'}.")
-        if one.serves and not one.faster and one.serves.relative >= 1.0005 and not _untold(one, one.serves.relative):
+        if one.serves and not one.faster and one.serves.relative >= 1.0005 and not _undecided(one, one.serves.relative):
             more.append(f"The least time of these, with which costs are compared, is {figure(one.best.us)} µs.")
     else:
         more.append(f"It was not timed with these. The fastest that was: {_time(one.best, report)}.")
@@ -202,7 +202,7 @@ def _untuned(one: ProblemReport, report: Report) -> tuple[str, str, str]:
         return title, "the same", f"{named} It is the schedule that is served."
     if not tuned:
         named = f"It was never tuned: {named}"
-    if other.relative is not None and (tuned or not _untold(one, other.relative)):
+    if other.relative is not None and (tuned or not _undecided(one, other.relative)):
         return _cost(title, one, other.relative, named)
     if same:
         return title, "the same", f"{named} What tuning gains is not known yet."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -207,22 +207,29 @@ class _Builds:
             if build.fingerprint:
                 self._alike[tuple(map(build.problem_class.values.get, self._compiled_in))].append(build)
         self._serving: dict[Problem, list[BuildRecord]] = {}
+        self._compared: set[tuple[object, ...]] = set()
         self.modelled_compilers: set[str] = set()
         """Compilers behind modelled landscapes, one line each."""
         self.ships = db if isinstance(db, WithShipped) else None
 
-    def of(self, problem: Problem, device: Any) -> list[BuildRecord]:
-        """Successful builds whose machine code can serve `problem`."""
+    def of(self, problem: Problem, device: Any, measured: Collection[str] | None = None) -> list[BuildRecord]:
+        """Successful builds whose machine code can serve `problem`; where the report is on some of many problems, `measured` may
+        leave out machine code that was not measured, because telling the class of a build takes half a millisecond.
+        """
+        compiled_in = tuple(map(problem.values.get, self._compiled_in))
+        if problem in self._serving:
+            return self._serving[problem]
+        alike = self._alike.get(compiled_in, [])
+        if measured is not None and self.ships and self.ships.left_out and compiled_in in self._compared:
+            return [build for build in alike if build.fingerprint in measured and self._serves(build, problem, device)]
+        self._compared.add(compiled_in)
+        self._serving[problem] = [build for build in alike if self._serves(build, problem, device)]
+        return self._serving[problem]
+
+    def _serves(self, build: BuildRecord, problem: Problem, device: Any) -> bool:
         from tiledsched.core.launches import problem_class
 
-        if problem not in self._serving:
-            alike = self._alike.get(tuple(map(problem.values.get, self._compiled_in)), [])
-            self._serving[problem] = [
-                build
-                for build in alike
-                if build.problem_class == _or_none(problem_class, self._kernel, problem, build.schedule, device)
-            ]
-        return self._serving[problem]
+        return build.problem_class == _or_none(problem_class, self._kernel, problem, build.schedule, device)
 
     def modelled(self, entry: Entry, device: Any) -> tuple[list[BuildRecord], bool]:
         """The builds that make the landscape of a problem that nobody measured, one for each schedule, and whether they are all
@@ -307,13 +314,16 @@ class _Desk:
         own = self._served(key)
         answers = self._answers(key, len(landscape.newest) > 2 or bool(own and own.layer != "shipped"))
         by_schedule = {one.measurement.schedule: one for one in landscape.newest}
+        fingerprints = {one.measurement.fingerprint for one in landscape.newest}
         programs = {
             schedule: program_key(one.measurement.fingerprint, problem, schedule, device)
             for schedule, one in by_schedule.items()
         } | {
             build.schedule: program_key(build.fingerprint, problem, build.schedule, device)
-            for build in self.builds.of(problem, device)
-            if build.schedule not in by_schedule and accum_mode(build.schedule) == mode
+            for build in self.builds.of(problem, device, fingerprints)
+            if build.fingerprint in fingerprints
+            and build.schedule not in by_schedule
+            and accum_mode(build.schedule) == mode
         }
         newest: dict[ProgramKey, tuple[Measurement, datetime]] = {}
         for schedule, one in by_schedule.items():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import OwnFolder, partial_path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "msedge")
 MISSING = (
@@ -28,9 +28,9 @@ def print_page(page: Path) -> Path:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise ConfigError(MISSING)
-    file = page.resolve().with_suffix(".pdf")
-    file.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as profile:
+    file = page.with_suffix(".pdf")
+    printed = partial_path(file.resolve())
+    with OwnFolder() as profile:
         flags = [
             "--headless",
             "--disable-gpu",
@@ -39,7 +39,7 @@ def print_page(page: Path) -> Path:
             "--no-pdf-header-footer",
             "--window-size=1240,1754",
             f"--virtual-time-budget={DRAWING_MS}",
-            f"--print-to-pdf={file}",
+            f"--print-to-pdf={printed}",
         ]
         try:
             done = subprocess.run(
@@ -47,7 +47,9 @@ def print_page(page: Path) -> Path:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ConfigError(f"{browser} could not print {page}: {error}; print it from a browser") from error
-    if not file.exists():
+    try:
+        os.replace(printed, file)  # not before it is whole: what was there stays
+    except OSError as error:
         why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1][:200]
-        raise ConfigError(f"{browser} could not print {page}: {why}; print it from a browser")
-    return page.with_suffix(".pdf")
+        raise ConfigError(f"{browser} could not print {page}: {why}; print it from a browser") from error
+    return file

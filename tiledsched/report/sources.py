@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiledsched")
 T = TypeVar("T")
-MOST_PROBLEMS = 150
+MOST_PROBLEMS = 60
 """Problems beside those that ship that a report is on, at most, unless it is told which."""
 
 

@@ -25,7 +25,7 @@ from tiledsched.build.host_code import REFERENCE, host_folder
 from tiledsched.build.store import checked_artifact
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
-from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, write_whole
+from tiledsched.core.files import MOST_BYTES, TooLargeError, kind_of_file, others_may_change, write_whole
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode, encode
@@ -219,11 +219,15 @@ def read_bundle(path: Path) -> Bundle:
     """Open a bundle.
 
     Raises:
-        ConfigError: it is no bundle, damaged, or of a newer schema.
+        ConfigError: it is no bundle, damaged, or of a newer schema, or others than its owner may write it.
     """
     try:
         if kind_of_file(path) == "other":  # opening a pipe waits for whoever writes to it
             raise OSError(errno.EINVAL, "not a regular file")
+        if why := others_may_change(path, any_owner=True):
+            raise ConfigError(
+                f"{path} is not used: {why}, and its programs would run as they are; take that right away (chmod go-w)"
+            )
         with zipfile.ZipFile(path) as file:
             index = json.loads(_member(file, INDEX))
     except OSError as error:

@@ -240,13 +240,17 @@ class Near:
             for name, clock in (layer.stored.seen_mhz if layer.stored else {}).items():
                 self.seen_mhz[name] = max(clock, self.seen_mhz.get(name, 0))
 
-    def entries(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
-        """The entries near a problem, or only its own, together with those that other layers have for the same problems."""
-        stored = [layer.stored.near(problem, alone=alone) if layer.stored else [] for layer in self._layers]
+    def entries(self, problem: Problem, archs: Sequence[str], *, alone: bool = False) -> list[Entry]:
+        """The entries on some archs near a problem, or only its own, together with those that other layers have for the same
+        problems."""
+        stored = [layer.stored.near(problem, archs, alone=alone) if layer.stored else [] for layer in self._layers]
         own = [of_kernel(some, self._kernel) for some in stored]
         problems = {entry.problem for some in own for entry in some}
         whole = [
-            replace(layer, entries=[*(each for each in layer.entries if each.problem in problems), *some])
+            replace(
+                layer,
+                entries=[*(each for each in layer.entries if each.problem in problems and each.arch in archs), *some],
+            )
             for layer, some in zip(self._layers, own, strict=True)
         ]
         return combined(whole, self.seen_mhz)
@@ -268,11 +272,15 @@ def known_spills(kernel: KernelClass, settings: Settings, arch: str) -> Spills:
         if bundle is not None and bundle.programs_of(kernel, arch):  # what was chosen when it was made is what it holds
             return bundle.spills.get(kernel.name, {}).get(arch, {})
     shipped = shipped_spills(kernel.name, arch, compiler)
-    if not (compiler and database_exists(settings.db)):
-        return shipped
-    return StoredSpills(
-        settings.db, compiler, shipped, {"kernel": kernel.name, "source_hash": kernel.source_hash(), "arch": arch}
-    )
+    return stored_spills(settings, shipped, kernel=kernel.name, source_hash=kernel.source_hash(), arch=arch)
+
+
+def stored_spills(settings: Settings, shipped: Spills, **of: str) -> Spills:
+    """What the user's database knows, beside what ships, of programs that spill or do not build under the compiler of this
+    machine; `of` are values of columns of builds.
+    """
+    compiler = compiler_at_hand()
+    return StoredSpills(settings.db, compiler, shipped, of) if compiler and database_exists(settings.db) else shipped
 
 
 def _bundled(kernel: KernelClass) -> set[str]:

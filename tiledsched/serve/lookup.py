@@ -169,7 +169,7 @@ class LookupTable:
         table = self._of_arch(arch)
         if self._near is None:
             return table
-        found = [each for each in self._near.entries(problem, alone=alone) if each.arch in same_code(arch)]
+        found = self._near.entries(problem, same_code(arch), alone=alone)
         return table.over(found) if found else table
 
     def _of_arch(self, arch: str) -> ArchTable:

@@ -15,10 +15,9 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import required
 from tiledsched.core.files import read_bounded
 from tiledsched.serve.bundle import named_bundle
-from tiledsched.serve.entries import load_entries
-from tiledsched.serve.stored import StoredSpills
+from tiledsched.serve.entries import load_entries, stored_spills
 from tiledsched.store.manifest import listed_files, manifest_path
-from tiledsched.store.spills import FILE
+from tiledsched.store.spills import FILE, joined
 
 MAX_NAMED = 8
 """Ranks that a message names."""
@@ -40,7 +39,7 @@ def choice_digest(settings: Settings | None = None) -> str:
     )
     spills = [
         {name: each["sha256"] for name, each in listed_files(manifest_path()).items() if name.endswith(FILE)},
-        {each: dict(of) for each, of in sorted(StoredSpills(settings.db, compiler_at_hand(), {}, {}).items())},
+        joined(stored_spills(settings, {})),
     ]
     decides = [
         __version__,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,11 @@ from tiledsched.store.spills import Spills, joined, stored
 MANY = 1000
 """Entries of a kernel up to which all of them are read. No more ship for any kernel and arch."""
 NEAREST = 32
-"""Problems whose entries are read, of which the kernel's own distance chooses: twice as many as it transfers from."""
+"""Problems of each group whose entries are read. Of these the kernel's own distance chooses half as many."""
+GROUPS = (
+    "SELECT DISTINCT r.arch, r.accum_mode, r.provenance IN ('measured', 'transferred'), r.problem_id FROM entries r"
+)
+"""Selects the groups of problems: those of one group do not take the place of those of another among the nearest."""
 
 
 class SmClock(msgspec.Struct):
@@ -55,8 +61,6 @@ class StoredEntries:
         self._known: dict[str, list[Entry]] = {}
         if self.many:
             of_kernel = f"FROM entries r WHERE {self._condition}"
-            archs = [arch for (arch,) in rows.run(f"SELECT DISTINCT r.arch {of_kernel}", self._words)]
-            self._archs = quoted(arch for arch in archs if isinstance(arch, str))
             raced = rows.run(f"SELECT 1 {of_kernel} AND r.rivals IS NOT NULL LIMIT 1", self._words)
             self.raced = next(iter(raced), None) is not None
             self._read_clocks(rows)
@@ -74,19 +78,24 @@ class StoredEntries:
     def _read_problems(self, rows: RowReader) -> None:
         import numpy as np
 
-        asked = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"
+        of_entries = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"
         found = rows.make(
             "problems",
-            rows.read("problems", self._words, asked),
+            rows.read("problems", self._words, of_entries),
             lambda row: (row.id, _values(read_new_json(dict, row.dims, "dims"))),
         )
         problems = dict(found)
         self.many = bool(problems)
-        self._places = dict.fromkeys(problems)
+        self._ids = dict(zip(problems, itertools.count(), strict=False))
         self._names = sorted({name for sizes in problems.values() for name in sizes})
         self._codes: dict[str, int] = {}
         places = [self._place(sizes) for sizes in problems.values()]
         self._sizes, self._words_of = (np.array([place[part] for place in places]) for part in (0, 1))
+        groups: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
+        for arch, accum_mode, measured, identity in rows.run(f"{GROUPS} WHERE {self._condition}", self._words):
+            if identity in self._ids and isinstance(arch, str):
+                groups[arch, accum_mode, bool(measured)].append(self._ids[identity])
+        self._groups = {group: np.array(places) for group, places in groups.items()}
 
     def _place(self, values: Mapping[str, int | str]) -> tuple[list[float], list[int]]:
         """Logarithms of the sizes of a problem, and a number for each of its other values."""
@@ -96,34 +105,41 @@ class StoredEntries:
             words.append(0 if isinstance(value, int) else self._codes.setdefault(value, 1 + len(self._codes)))
         return sizes, words
 
-    def near(self, problem: Problem, *, alone: bool = False) -> list[Entry]:
-        """The entries of the problem and, unless they are wanted alone, of those nearest to it, by octaves between sizes and
-        by how many other values differ."""
-        ids = dict.fromkeys((problem.id, *([] if alone else self._nearest(problem))))
-        there = [each for each in ids if each in self._places]
-        if new := [each for each in there if each not in self._known]:
+    def near(self, problem: Problem, archs: Sequence[str], *, alone: bool = False) -> list[Entry]:
+        """The entries on some archs of the problem and, unless they are wanted alone, of those nearest to it, by octaves between
+        sizes and by how many other values differ."""
+        ids = [
+            each
+            for each in dict.fromkeys((problem.id, *([] if alone else self._nearest(problem, archs))))
+            if each in self._ids
+        ]
+        if new := [each for each in ids if each not in self._known]:
             self._read(new)
-        return [entry for each in there for entry in self._known[each]]
+        return [entry for each in ids for entry in self._known[each] if entry.arch in archs]
 
-    def _nearest(self, problem: Problem) -> list[str]:
+    def _nearest(self, problem: Problem, archs: Sequence[str]) -> Iterator[str]:
         import numpy as np
 
         sizes, words = self._place(_values(problem.to_json()))
-        apart = np.abs(self._sizes - sizes).sum(axis=1) + (self._words_of != words).sum(axis=1)
-        ids = [*self._places]
-        return [ids[place] for place in np.argsort(apart, kind="stable")[:NEAREST]]
+        ids = [*self._ids]
+        for (arch, *_), places in self._groups.items():
+            if arch in archs:
+                apart = np.abs(self._sizes[places] - sizes).sum(axis=1) + (self._words_of[places] != words).sum(axis=1)
+                yield from (ids[places[place]] for place in np.argsort(apart, kind="stable")[:NEAREST])
 
     def _read(self, ids: Sequence[str]) -> None:
-        self._known.update((each, []) for each in ids)
+        found: dict[str, list[Entry]] = {each: [] for each in ids}
         try:
             with reading(self._url) as rows:
                 rows.layer = self._layer
-                condition = f"WHERE {self._condition} AND r.arch IN ({self._archs}) AND r.problem_id IN ({quoted(ids)})"
+                archs = quoted({arch for arch, *_ in self._groups})
+                condition = f"WHERE {self._condition} AND r.arch IN ({archs}) AND r.problem_id IN ({quoted(ids)})"
                 for entry in distinct(rows.entries(self._words, condition)):
                     own = entry.problem.id  # it may be stored under the one that it had once
-                    self._known[own if own in self._known else ids[0]].append(entry)
+                    found[own if own in found else ids[0]].append(entry)
         except DatabaseError as error:
             warn_once(f"{error}; what it holds of near problems is left out")
+        self._known.update(found)  # at once: other threads look here
 
     def device_names(self, arch: str) -> set[str]:
         """The GPUs of an arch on which something was measured."""
@@ -145,7 +161,7 @@ def _values(problem: Mapping[str, Any]) -> dict[str, int | str]:
 
 
 class StoredSpills(Mapping[str, Mapping[str, int]]):
-    """What a database knows of programs that spill registers or do not build, read when it is asked for; see
+    """What a database knows of programs that spill registers or do not build, read when it is wanted; see
     :data:`tiledsched.store.spills.Spills`.
 
     Args:

@@ -22,7 +22,7 @@ from tiledsched.store.health import problems_found
 from tiledsched.store.limit import Limit
 from tiledsched.store.reading import rows_of
 from tiledsched.store.rows import DAMAGE, RowReader
-from tiledsched.store.views import create_view
+from tiledsched.store.views import create_view, is_current
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -119,7 +119,7 @@ class Database:
             return engines.current_revision(self._engine, self._url) or ""
 
     def upgrade(self) -> str:
-        """Bring the schema to this program's and make the views of the kernels that ship.
+        """Bring the schema to this program's, and make the views of the kernels that ship where it was not so before.
 
         `open` does so unless `read_only`.
 
@@ -127,8 +127,9 @@ class Database:
             The schema's revision.
         """
         with self._explained():
-            engines.upgrade(self._engine)
-        self.show(*SHIPPED)
+            was_older = engines.upgrade(self._engine)
+        if was_older:  # else another process made it just now, and makes the views
+            self.show(*SHIPPED)
         return self.schema_revision
 
     def show(self, *kernels: str) -> None:
@@ -139,8 +140,12 @@ class Database:
         """
         for name in set(kernels) - self._shown:
             self._shown.add(name)
-            with suppress(ConfigError, DatabaseError), self.writing() as session:
-                create_view(session.connection(), kernel_named(name))
+            with suppress(ConfigError, DatabaseError):
+                with self.reading() as session:  # most often it is there, and nobody needs to wait
+                    if is_current(session.connection(), kernel_named(name)):
+                        continue
+                with self.writing() as session:
+                    create_view(session.connection(), kernel_named(name))
 
     def check(self) -> list[str]:
         """What is wrong with the database, a line for each thing; empty where it is sound."""

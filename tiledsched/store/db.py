@@ -24,6 +24,7 @@ from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
 from tiledsched.store.codec import encode
 from tiledsched.store.database import Database
+from tiledsched.store.engine import IMPORT_LOCK, one_at_a_time
 from tiledsched.store.evidence import contradictions, distinct
 from tiledsched.store.models import BuildRow, DeviceRow, EntryRow, FailureRow, MeasurementRow, ProblemRow, RunRow
 from tiledsched.store.queries import Comparable, TimedRows
@@ -448,6 +449,7 @@ class TuningDB(Database):
                 yield replace(stored, run_id=None)  # the numbers of another database's runs mean nothing here
 
         def take(session: Session) -> MergeResult:
+            one_at_a_time(session.connection(), IMPORT_LOCK)  # what two have in common is counted once
             done: Counter[str] = Counter()
             put_artifacts(session, artifacts)
             added, known = put_measurements(session, taken())

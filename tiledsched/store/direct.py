@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.files import kind_of_file
 from tiledsched.store.limit import READ_TIMEOUT_S, Limit
 from tiledsched.store.location import HEAD, VERSION_TABLE, database_file
 from tiledsched.store.rows import RowReader, text_or_bytes
@@ -59,10 +60,12 @@ def _connected(file: Path, limit: Limit) -> sqlite3.Connection | None:
     sealed = not os.access(file.parent, os.W_OK) and not os.path.exists(f"{file}-wal")
     options = "immutable=1" if sealed else "mode=ro"
     try:
+        if kind_of_file(file) != "file":  # SQLite waits for ever for whoever writes to a pipe
+            return None
         connection = sqlite3.connect(
             f"{file.as_uri()}?{options}", uri=True, timeout=READ_TIMEOUT_S, isolation_level=None
         )
-    except UNREADABLE:
+    except (*UNREADABLE, OSError):
         return None
     try:
         connection.text_factory = text_or_bytes

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,17 @@ from tiledsched.core.files import check_plain, kind_of_file
 from tiledsched.store.limit import READ_TIMEOUT_S, Limit
 from tiledsched.store.location import HEAD as HEAD
 from tiledsched.store.location import VERSION_TABLE as VERSION_TABLE
-from tiledsched.store.location import location
+from tiledsched.store.location import database_file, location
 from tiledsched.store.rows import text_or_bytes
 
 UNRELEASED_TABLE = "tiledsched_alembic_version"
 """The version table of databases from before the first release."""
-BUSY_TIMEOUT_S = 60
-"""How long a writer waits for another one, in seconds."""
+BUSY_TIMEOUT_S, TURN_MS = 60, 400
+"""How long a writer waits for another one that does nothing, in seconds, and after how many milliseconds it waits anew, as if it
+had just come.
+"""
+SCHEMA_LOCK, IMPORT_LOCK = 716253, 716254
+"""PostgreSQL's numbers of two locks: of who makes tables and views, and of who imports."""
 MOST_NAMED = 4
 """Tables of another program that an error names."""
 ELSEWHERE = "name another database with --db or TILEDSCHED_DB"
@@ -60,7 +64,7 @@ def resolve_url(url: str | os.PathLike[str] | None) -> URL:
         raise DatabaseError(
             f"{backend} databases are not supported; give a path, sqlite:///PATH or postgresql://HOST/NAME"
         )
-    return _sqlite_url(parsed.database or ":memory:")
+    return _sqlite_url(database_file(text) or ":memory:")
 
 
 def _sqlite_url(path: str) -> URL:
@@ -103,10 +107,33 @@ def create_engine(url: URL, *, read_only: bool, limit: Limit) -> Engine:
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         limit.begin()
-        immediate = connection.get_execution_options().get("immediate", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+        if connection.get_execution_options().get("immediate", False):
+            _begin_writing(connection.connection.driver_connection)
+        else:
+            connection.exec_driver_sql("BEGIN")
 
     return engine
+
+
+def _begin_writing(driver: Any) -> None:
+    """Begin a write transaction of SQLite's driver, after those of others.
+
+    SQLite keeps no queue: who waits looks ever more seldom whether it is his turn, so that of many writers those who came last go
+    first. Here all begin to wait anew again and again, and whoever waits gives up only where nobody else writes meanwhile.
+    """
+    seen, since = None, time.monotonic()
+    driver.execute(f"PRAGMA busy_timeout={TURN_MS}")
+    while True:
+        try:
+            driver.execute("BEGIN IMMEDIATE")
+            break
+        except driver.OperationalError as error:
+            with suppress(driver.OperationalError):  # locked even for readers, as while the database is being made
+                if (version := driver.execute("PRAGMA data_version").fetchone()) != seen:
+                    seen, since = version, time.monotonic()
+            if "locked" not in str(error) or time.monotonic() - since > BUSY_TIMEOUT_S:
+                raise sa.exc.OperationalError("BEGIN IMMEDIATE", None, error) from error
+    driver.execute(f"PRAGMA busy_timeout={round(BUSY_TIMEOUT_S * 1000)}")
 
 
 def _file_engine(path: Path, read_only: bool) -> Engine:
@@ -116,6 +143,8 @@ def _file_engine(path: Path, read_only: bool) -> Engine:
             raise DatabaseError(f"there is no database at {path}; run `tiledsched tune` first, or {ELSEWHERE}")
         if not read_only:
             path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "file" and not _may_be_sqlite(path):  # SQLite would take a file PATH-wal for its own, and remove it
+            raise DatabaseError(_explain(URL.create("sqlite", database=str(path)), "file is not a database"))
     except OSError as error:
         raise DatabaseError(f"cannot use {path}: {error.strerror}; {ELSEWHERE}") from error
     if kind not in ("", "file"):  # SQLite waits for ever for whoever writes to a pipe, and heeds no signal
@@ -127,6 +156,12 @@ def _file_engine(path: Path, read_only: bool) -> Engine:
         query = {"immutable": "1"} if sealed else {"mode": "ro"}
     url = URL.create("sqlite", database=path.as_uri(), query={**query, "uri": "true"})
     return sa.create_engine(url, connect_args={"check_same_thread": False})
+
+
+def _may_be_sqlite(path: Path) -> bool:
+    """Whether a file begins as those of SQLite do, or is empty, as a new one is."""
+    with path.open("rb") as file:
+        return file.read(16) in (b"", b"SQLite format 3\0")
 
 
 @contextmanager
@@ -183,23 +218,28 @@ def current_revision(engine: Engine, url: URL) -> str | None:
         DatabaseError: the database was made before the first release, or belongs to another program.
     """
     with engine.connect() as connection:
-        inspector = sa.inspect(connection)
-        if inspector.has_table(UNRELEASED_TABLE):
+        tables = set(sa.inspect(connection).get_table_names())  # by one query: another process may make them just now
+        if UNRELEASED_TABLE in tables:
             raise DatabaseError(
                 f"database {url.render_as_string()} was made by a tiledsched from before its first release, and its schema "
                 "is not read any more; export what is served with the version that made it (`tiledsched db export -o FILE`), and "
                 "every measurement (`tiledsched landscapes --export DIR --full`), and import both into a new database, where "
                 f"programs are built again; or {ELSEWHERE}"
             )
-        if not inspector.has_table(VERSION_TABLE):
-            if others := sorted(inspector.get_table_names()):
-                raise DatabaseError(
-                    f"database {url.render_as_string()} belongs to another program: it holds no tuning database, but "
-                    f"{', '.join(others[:MOST_NAMED])}{', ...' if len(others) > MOST_NAMED else ''}; {ELSEWHERE}"
-                )
-            return None
-        found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
-        return None if found is None else str(found)
+        if tables and VERSION_TABLE not in tables:
+            raise DatabaseError(
+                f"database {url.render_as_string()} belongs to another program: it holds no tuning database, but "
+                f"{', '.join(sorted(tables)[:MOST_NAMED])}{', ...' if len(tables) > MOST_NAMED else ''}; {ELSEWHERE}"
+            )
+        return _revision(connection) if tables else None
+
+
+def _revision(connection: Connection) -> str | None:
+    """The schema revision; None where the database has no schema."""
+    if not sa.inspect(connection).has_table(VERSION_TABLE):
+        return None
+    found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
+    return None if found is None else str(found)
 
 
 def use_wal(engine: Engine) -> None:
@@ -229,14 +269,31 @@ def alembic_config(connection: Connection) -> Any:
     return config
 
 
-def upgrade(engine: Engine) -> None:
-    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits."""
-    from alembic import command
+def upgrade(engine: Engine) -> bool:
+    """Bring the schema to the newest revision in one transaction; of two processes, one does it and the other waits.
 
+    Returns:
+        Whether there was anything to do.
+    """
     with engine.connect().execution_options(immediate=True) as connection, connection.begin():
-        if engine.dialect.name != "sqlite":
-            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
+        one_at_a_time(connection, SCHEMA_LOCK)
+        if _revision(connection) == HEAD:
+            return False
+        from alembic import command
+
         command.upgrade(alembic_config(connection), "head")
+        return True
+
+
+def one_at_a_time(connection: Connection, lock: int) -> None:
+    """Wait until no other transaction has a lock, and hold it to the end of this one. In SQLite only one writes at a time anyway.
+
+    Args:
+        connection: in a transaction.
+        lock: :data:`SCHEMA_LOCK` or :data:`IMPORT_LOCK`.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({lock})")
 
 
 def nothing() -> Engine:

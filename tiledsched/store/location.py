@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from tiledsched.core.trust import sqlite_path
+
 HEAD = "0001"
 """Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
 that is up to date reads no migration."""
@@ -34,7 +36,7 @@ def database_file(url: str | os.PathLike[str] | None) -> str:
     """The path of the SQLite file at `url` (as for `TuningDB.open`); empty for a database on a server or in memory."""
     scheme, found, path = location(url).rpartition("://")
     if found:
-        path = path.partition("?")[0].removeprefix("/") if scheme.startswith("sqlite") else ""  # sqlite:///PATH
+        path = sqlite_path(path) if scheme.startswith("sqlite") else ""
     return "" if path == ":memory:" else os.path.expanduser(path)
 
 

@@ -126,9 +126,12 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
     taken: dict[tuple[str, Problem, str, str], dict[str, dict[ProgramKey, Measurement]]] = {}
     for place, members in alike.items():
         _, problem, _ = place
-        if len({stored.measurement.regime for stored in members}) > 1:
-            for stored in members:
-                found = stored.measurement
+        codes: dict[str, set[str]] = defaultdict(set)
+        for stored in members:
+            codes[stored.measurement.regime].add(stored.measurement.fingerprint)
+        in_both = codes["burst"] & codes["sustained"]
+        for stored in members:
+            if (found := stored.measurement).fingerprint in in_both:
                 accum_mode = str(found.schedule.get("accum_mode", "fp32"))
                 regimes = taken.setdefault((*place, accum_mode), {})
                 program = program_key(found.fingerprint, problem, found.schedule, found.device)
@@ -226,7 +229,7 @@ class TimedRows:
         row = MeasurementRow
         self._rows, self._session = rows, session
         self._parents = {table: rows.parents(table, ()) for table in MEASURED_WITH}
-        self._wanted = matching({row.arch: arch or None, row.kernel: kernel or None, row.regime: regime or None})
+        self._arch, self._wanted = arch, matching({row.kernel: kernel or None, row.regime: regime or None})
         self._shared = lru_cache(maxsize=REMEMBERED)(self._circumstances)
         self._mine = cache(_is_of_known_kernel)
         # An index has the answer to this; whether they are wanted is only in the rows.
@@ -293,7 +296,10 @@ class TimedRows:
     def _made(self, row: Any) -> tuple[Problem, TimedRow | None]:
         problem = self._parents["problems"][row.problem_id]
         shared = self._shared(row.conditions, row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime)
-        if shared.conditions.concurrent_pids or not self._mine(row.kernel, row.source_hash):
+        # A condition on the arch in the query would be answered from the index of archs, which has most rows in one place.
+        if self._arch not in ("", shared.device.arch) or shared.conditions.concurrent_pids:
+            return problem, None
+        if not self._mine(row.kernel, row.source_hash):
             return problem, None
         schedule = self._parents["schedules"][row.schedule_id]
         timing = row.median_us, row.ci_low_us, row.ci_high_us

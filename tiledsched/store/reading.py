@@ -142,7 +142,9 @@ class WithoutSamples:
 
     def __init__(self, rows: RowReader, session: Session, arch: str, kernel: KernelClass) -> None:
         self.rows = rows
-        self._wanted = [MeasurementRow.arch == arch, MeasurementRow.kernel == kernel.name, UNDISTURBED]
+        # As an expression, because the index of archs has most rows in one place.
+        of_arch = MeasurementRow.arch + "" == arch
+        self._wanted = [of_arch, MeasurementRow.kernel == kernel.name, UNDISTURBED]
         if not is_shipped(kernel):  # of one that ships there is no other, and telling takes a look at every row
             self._wanted.append(of_known_kernels(session, self._wanted, kernel))
         # An index has the answer to this; which arch they are of is only in the rows.

@@ -349,7 +349,7 @@ class RowReader:
         self.skipped[table, name] = why
 
     def parents(self, table: str, ids: Iterable[Any]) -> Mapping[Any, Any]:
-        """What the rows of a table hold that others refer to, by their ids; more than was asked for, where more is known."""
+        """What the rows of a table hold that others refer to, by their ids; also of those that were read before."""
         known, (make, *left_out) = self._parents[table], _MADE[table]
         kind = int if table in NUMBERED else str
         wanted = [each for each in {*ids} if each not in known and type(each) is kind and str(each).isalnum()]

@@ -17,6 +17,7 @@ from tiledsched.core.fields import Dim, Flag
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import SHIPPED
+from tiledsched.store.engine import SCHEMA_LOCK, one_at_a_time
 from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow, of_name
 
 LONGEST_NAME = 63
@@ -48,15 +49,11 @@ def create_view(connection: Connection, kernel: KernelClass) -> str:
     Raises:
         sqlalchemy.exc.DBAPIError: the user may not make views.
     """
-    if connection.dialect.name == "postgresql":  # as for migrations: of two processes, one makes it and the other waits
-        connection.exec_driver_sql("SELECT pg_advisory_xact_lock(716253)")
-    query = _query(kernel).compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
-    mine = connection.execute(sa.select(ViewRow.name, ViewRow.definition).where(ViewRow.kernel == kernel.name)).first()
-    short = view_name(kernel.name)
-    names = [short, f"{short[: LONGEST_NAME - 7]}_{stable_id(kernel.name, 6)}"]
+    one_at_a_time(connection, SCHEMA_LOCK)  # as migrations: of two processes, one makes it and the other waits
+    query, mine, names = _text(kernel, connection), _noted(connection, kernel), _names(kernel)
     had = next((name for name in names if mine is not None and name == mine.name), None)
     is_there = had in sa.inspect(connection).get_view_names()
-    if mine is not None and had and is_there and mine.definition == str(query):
+    if mine is not None and had and is_there and mine.definition == query:
         return had
     quoted = connection.dialect.identifier_preparer.quote_identifier
     if had and is_there:
@@ -67,8 +64,32 @@ def create_view(connection: Connection, kernel: KernelClass) -> str:
         name = names[1]
     connection.execute(sa.delete(ViewRow).where(ViewRow.name == name))  # of a view that is gone
     connection.exec_driver_sql(f"CREATE VIEW {quoted(name)} AS {query}")
-    connection.execute(sa.insert(ViewRow), {"name": name, "kernel": kernel.name, "definition": str(query)})
+    connection.execute(sa.insert(ViewRow), {"name": name, "kernel": kernel.name, "definition": query})
     return name
+
+
+def is_current(connection: Connection, kernel: KernelClass) -> bool:
+    """Whether the view of a kernel is there, as this program makes it."""
+    mine = _noted(connection, kernel)
+    if mine is None or mine.name not in _names(kernel) or mine.definition != _text(kernel, connection):
+        return False
+    return mine.name in sa.inspect(connection).get_view_names()
+
+
+def _noted(connection: Connection, kernel: KernelClass) -> Any:
+    """Name and definition of a kernel's view by the table `kernel_views`; None where it has none."""
+    return connection.execute(sa.select(ViewRow.name, ViewRow.definition).where(ViewRow.kernel == kernel.name)).first()
+
+
+def _names(kernel: KernelClass) -> list[str]:
+    """The names that a kernel's view may have, the first of which another table or view may have taken."""
+    short = view_name(kernel.name)
+    return [short, f"{short[: LONGEST_NAME - 7]}_{stable_id(kernel.name, 6)}"]
+
+
+def _text(kernel: KernelClass, connection: Connection) -> str:
+    """The query of a kernel's view in the dialect of a connection."""
+    return str(_query(kernel).compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
 
 
 def view_name(kernel: str) -> str:

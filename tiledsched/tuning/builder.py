@@ -81,6 +81,7 @@ class Builder:
         self._classes: dict[tuple[Problem, Schedule], ProblemClass] = {}
         known = db.find_builds(kernel.name, self.source_hash, toolchain, arch)
         self._builds = {key: record for key, record in known.items() if not self._of_the_day(record)}
+        self._tried = {schedule for schedule, _ in self._builds}
         self._alike: Counter[Failure | None] = Counter()
 
     def _of_the_day(self, record: BuildRecord) -> bool:
@@ -102,6 +103,8 @@ class Builder:
 
     def record(self, schedule: Schedule, problem: Problem) -> BuildRecord | None:
         """The record of building `schedule` for `problem`'s class; None where it was never tried."""
+        if schedule.id not in self._tried:
+            return None
         return self._builds.get((schedule.id, self.problem_class(problem, schedule).id))
 
     def fingerprint(self, schedule: Schedule, problem: Problem) -> str | None:
@@ -196,6 +199,7 @@ class Builder:
             )
             self.db.record_builds([record])
             self._builds[record.key] = record
+            self._tried.add(record.key[0])
             if progress:
                 progress(count, record)
             self._stop_where_all_fail_alike(record)

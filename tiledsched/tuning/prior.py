@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
@@ -55,12 +58,32 @@ def estimator(problem: Problem, spec: ArchSpec) -> Estimate:
     return estimate
 
 
+def judged(schedules: Iterable[Schedule], estimate: Estimate, deadline_s: float) -> list[Schedule]:
+    """The schedules whose times are estimated before `deadline_s` (`time.monotonic()`), in their order, and in any case the
+    first: a kernel's own model may be slow.
+    """
+    found = list[Schedule]()
+    for each in schedules:
+        if found and time.monotonic() > deadline_s:
+            break
+        estimate(each, None)  # which keeps it
+        found.append(each)
+    return found
+
+
 def plain_schedules(
-    space: SearchSpace, problem: Problem, pinned: Mapping[str, KnobValue], estimate: Estimate
+    space: SearchSpace,
+    problem: Problem,
+    pinned: Mapping[str, KnobValue],
+    estimate: Estimate,
+    deadline_s: float = math.inf,
 ) -> list[Schedule]:
-    """All schedules of a space whose knobs that only a measurement can judge are at their defaults, the most promising first."""
-    plain = list(space.schedules(problem, pinned={**pinned, **space.modelled_pins()}))
-    return sorted(plain, key=lambda schedule: (estimate(schedule, None), schedule.id))
+    """All schedules of a space whose knobs that only a measurement can judge are at their defaults, the most promising first.
+
+    Of a large space, or of a model that has not judged all of them by `deadline_s` (`time.monotonic()`), it is some of them.
+    """
+    plain, _ = space.listed(problem, pinned={**pinned, **space.modelled_pins()}, deadline_s=deadline_s)
+    return sorted(judged(plain, estimate, deadline_s), key=lambda schedule: (estimate(schedule, None), schedule.id))
 
 
 def promising_part(
@@ -69,31 +92,41 @@ def promising_part(
     pinned: Mapping[str, KnobValue],
     plain: Sequence[Schedule],
     winners: Iterable[Schedule],
+    deadline_s: float = math.inf,
 ) -> list[Schedule]:
     """The part of a large space that is worth judging: tens of thousands of schedules would take longer than measuring.
 
-    All plain schedules, and every variant of the most promising of them, by the static model, and of past winners.
+    All plain schedules, and every variant of the most promising of them, by the static model, and of past winners, as far as
+    they are listed by `deadline_s` (`time.monotonic()`).
     """
     fixed = [name for name, knob in space.knobs.items() if not knob.measured_only and name not in pinned]
     bases = dict.fromkeys(tuple(schedule[name] for name in fixed) for schedule in [*winners, *plain[:MOST_PLAIN]])
     found = dict.fromkeys([space.default(problem, pinned=pinned), *plain])
     for base in bases:
+        if len(found) >= space.most_listed or time.monotonic() > deadline_s:
+            break
         held = {**pinned, **dict(zip(fixed, base, strict=True))}
-        found |= dict.fromkeys(space.schedules(problem, pinned=held))
-    return list(found)
+        variants, _ = space.listed(problem, pinned=held, deadline_s=deadline_s)
+        found |= dict.fromkeys(variants)
+    return list(found)[: space.most_listed]
 
 
-def nearest(problem: Problem, measured: Iterable[Problem], *, itself: bool = False) -> list[Problem]:
-    """The measured problems most similar to `problem`, most similar first, at most MOST_PROBLEMS; with `itself`, `problem` may
-    be among
-    them."""
+def nearest(
+    problem: Problem, measured: Iterable[Problem], *, itself: bool = False, deadline_s: float = math.inf
+) -> list[Problem]:
+    """The measured problems most similar to `problem`, most similar first, at most MOST_PROBLEMS, of those that are compared
+    before `deadline_s` (`time.monotonic()`); with `itself`, `problem` may be among them.
+    """
     others = (other for other in measured if other.kernel == problem.kernel and (itself or other != problem))
-    return sorted(others, key=lambda other: (-problem.declaration.similarity.weight(problem, other), other))[
+    compared = itertools.takewhile(lambda _: time.monotonic() < deadline_s, others)
+    return sorted(compared, key=lambda other: (-problem.declaration.similarity.weight(problem, other), other))[
         :MOST_PROBLEMS
     ]
 
 
-def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, *, itself: bool = False) -> list[Known]:
+def known_elsewhere(
+    problem: Problem, others: MeasuredPrograms, spec: ArchSpec, *, itself: bool = False, deadline_s: float = math.inf
+) -> list[Known]:
     """What to learn from: the most similar problems, and of each a choice of programs that shows its best and its spread.
 
     Args:
@@ -101,20 +134,25 @@ def known_elsewhere(problem: Problem, others: MeasuredPrograms, spec: ArchSpec, 
         others: for each problem its measured programs: schedule, facts, microseconds.
         spec: of the arch.
         itself: learn from `problem` itself, too, where `others` has it.
+        deadline_s: the `time.monotonic()` after which no more is learnt.
     """
-    found = []
+    found = list[Known]()
     taught = (other for other in others if len(others[other]) >= FEWEST_PROGRAMS)
-    for other in nearest(problem, taught, itself=itself):
+    for other in nearest(problem, taught, itself=itself, deadline_s=deadline_s):
         programs = sorted(others[other], key=lambda program: (program[2], program[0].id))
         half = MOST_PROGRAMS // 2
         rest = programs[half:]
         programs = programs[:half] + rest[:: max(1, -(-len(rest) // half))]
-        estimate = estimator(other, spec)
+        estimate, expected = estimator(other, spec), list[float]()
+        for schedule, facts, _ in programs:
+            if time.monotonic() > deadline_s:
+                return found
+            expected.append(estimate(schedule, facts))
         found.append(
             Known(
                 task=other,
                 candidates=tuple(program[0] for program in programs),
-                expected=tuple(estimate(schedule, facts) for schedule, facts, _ in programs),
+                expected=tuple(expected),
                 values=tuple(program[2] for program in programs),
             )
         )
@@ -250,7 +288,9 @@ class Elsewhere:
             fingerprint: artifact.facts for (_, fingerprint), artifact in self._db.artifacts(self._space.arch).items()
         }
 
-    def known(self, problem: Problem, device_name: str, spec: ArchSpec, *, itself: bool) -> list[Known]:
+    def known(
+        self, problem: Problem, device_name: str, spec: ArchSpec, *, itself: bool, deadline_s: float = math.inf
+    ) -> list[Known]:
         """What to learn from for `problem`, of what was measured on devices of that name; see `known_elsewhere`."""
         where = (device_name, self._regime)
         measured = {
@@ -260,7 +300,7 @@ class Elsewhere:
         }
         measured |= {other for other, programs in self._programs.items() if len(programs) >= FEWEST_PROGRAMS}
         recorded = {other for other, regime in self._shipped.recorded if regime == self._regime}
-        near = nearest(problem, measured | recorded, itself=itself)
+        near = nearest(problem, measured | recorded, itself=itself, deadline_s=deadline_s)
         for other in near:
             if other not in self._programs:  # what ships was recorded on whatever device of the arch
                 taken, facts = (
@@ -272,7 +312,8 @@ class Elsewhere:
                     else self._shipped.landscape(other, self._regime)
                 )
                 self._programs[other] = self._judged([stored.measurement for stored in taken], facts)
-        return known_elsewhere(problem, {other: self._programs[other] for other in near}, spec, itself=itself)
+        others = {other: self._programs[other] for other in near}
+        return known_elsewhere(problem, others, spec, itself=itself, deadline_s=deadline_s)
 
     def note(self, problem: Problem, programs: list[tuple[Schedule, ResourceFacts | None, float]]) -> None:
         """What was measured of `problem` just now."""

@@ -52,8 +52,10 @@ def plan(
     seeds: Sequence[Schedule] = (),
     pinned: Mapping[str, KnobValue] | None = None,
     seed: int = 0,
+    deadline_s: float = math.inf,
 ) -> Iterator[Schedule]:
-    """Every valid schedule once, in the order in which they are worth recording; the same `seed`, the same order.
+    """Every valid schedule once, in the order in which they are worth recording; the same `seed`, the same order. Of a space that
+    cannot be listed by `deadline_s` (`time.monotonic()`), or is too large, it is some of them.
 
     First the default and the `seeds` (completed where an older space lacked a knob; invalid ones are left out). Then by
     turns a schedule one knob away from one of those, the default's neighbours first, and one from the whole space: one
@@ -61,7 +63,9 @@ def plan(
     the schedule, so that problems with different constraints still share most of their plan.
     """
     pinned = dict(pinned or {})
-    ranked = sorted(space.schedules(problem, pinned=pinned), key=lambda schedule: _rank(schedule, seed))
+    ranked = sorted(
+        space.listed(problem, pinned=pinned, deadline_s=deadline_s)[0], key=lambda schedule: _rank(schedule, seed)
+    )
     if not ranked:
         return
     left = dict.fromkeys(ranked)  # what is still to come, in random order
@@ -214,8 +218,10 @@ class Recorder:
         for deadline_s, problem in zip(deadlines(self.options.budget_s, len(problems)), problems, strict=True):
             yield _Recording(self, problem, deadline_s).run(folder)
 
-    def plan(self, problem: Problem) -> PlannedOrder:
-        """The plan of a problem; problems of one class that the constraints cannot tell apart share one."""
+    def plan(self, problem: Problem, deadline_s: float) -> PlannedOrder:
+        """The plan of a problem, of the schedules that are listed by `deadline_s`; problems of one class that the constraints
+        cannot tell apart share one.
+        """
         read = {name for constraint in self.space.constraints for name in constraint.names}
         kind = problem.declaration.similarity.kind
         values = self.space.constraint_values(problem)
@@ -223,7 +229,9 @@ class Recorder:
         if key not in self._plans:
             known = self.builder.db.entries(self.space.arch, problem.kernel)
             seeds = [entry.schedule for entry in known if kind(entry.problem) == kind(problem)]
-            order = plan(self.space, problem, seeds=seeds, pinned=self._pinned, seed=self.options.seed)
+            order = plan(
+                self.space, problem, seeds=seeds, pinned=self._pinned, seed=self.options.seed, deadline_s=deadline_s
+            )
             self._plans[key] = PlannedOrder(order)
         return self._plans[key]
 
@@ -271,7 +279,11 @@ class _Recording:
 
     def build(self) -> None:
         """Build schedules in planned order until there are enough distinct programs."""
-        order, wanted, say = self.recorder.plan(self.problem), self.recorder.options.programs, self.recorder.say
+        order, wanted, say = (
+            self.recorder.plan(self.problem, self.deadline_s),
+            self.recorder.options.programs,
+            self.recorder.say,
+        )
         batch, programs = max(16, 4 * self.builder.pool.jobs), list[Program]()
         while len(programs) < wanted and not (programs and self.late()):
             planned = order.first(len(self.planned) + batch)

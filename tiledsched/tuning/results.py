@@ -36,6 +36,8 @@ class TuneResult:
     """Wall time."""
     left: int = 0
     """Schedules that effort, trials or time left unbuilt, where the model ranks."""
+    more: bool = False
+    """Whether the space holds further schedules, which were not even listed or judged: there are too many, or time was up."""
     over_default: float | None = None
     """(default - winner) / winner, of their measured medians or of the model's estimates; None where the default gave neither."""
     over_runner_up: float | None = None

@@ -7,6 +7,7 @@ never compared for the verdict.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -31,7 +32,15 @@ from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
 from tiledsched.tuning.numbers import NumbersKept, WantedNumbers
 from tiledsched.tuning.options import TuneOptions
-from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part, winners_nearby
+from tiledsched.tuning.prior import (
+    Elsewhere,
+    Shipped,
+    estimator,
+    judged,
+    plain_schedules,
+    promising_part,
+    winners_nearby,
+)
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
 from tiledsched.tuning.results import TuneResult
 from tiledsched.tuning.samplers import OURS
@@ -49,6 +58,8 @@ have changed since; none where this space knows nothing.
 """
 Rivals = Callable[[Problem, Candidate], "list[RivalTime] | None"]
 """Times a kernel's rivals next to a winner, on the problem it won; None where they cannot be timed."""
+LISTING, LEAST_LISTING_S = 0.5, 0.5
+"""Schedules are listed and judged for at most this share of the time of a problem, and so many seconds in any case."""
 OUT_OF_TIME = "the budget ended first"
 """Why a problem has no result that the budget did not reach."""
 NO_SEARCH = "no search"
@@ -130,6 +141,10 @@ class ProblemTune:
     def default(self) -> Schedule:
         """The default schedule of the problem, in the accuracy class that is tuned."""
         return self.space.default(self.problem, pinned=self.tuner.pinned)
+
+    def listed_s(self) -> float:
+        """The `time.monotonic()` after which no more schedules are listed and judged: the rest is for building and measuring."""
+        return max(self.started + LISTING * (self.deadline_s - self.started), time.monotonic() + LEAST_LISTING_S)
 
     def workable(self, schedule: Schedule) -> bool:
         """Whether a schedule is of the accuracy class that is tuned and can work for the problem."""
@@ -254,7 +269,8 @@ class ProblemSearch(ProblemTune):
         estimate, among = estimator(problem, self.spec), None
         searches = tuner.most_programs > 0
         partly = searches and tuner.guided and not space.candidates
-        plain = plain_schedules(space, problem, tuner.pinned, estimate) if partly else []
+        listed_s = self.listed_s()
+        plain = plain_schedules(space, problem, tuner.pinned, estimate, listed_s) if partly else []
         self.incumbents = self.find_incumbents(self.runner.device_name)
         self.wanted = self.find_wanted() if tuner.options.numerics == "same" else None
         evidence = self.evidence()
@@ -268,16 +284,22 @@ class ProblemSearch(ProblemTune):
         # Times of other machine code are no verdict; they tell where to look.
         elsewhere: list[Known] = []
         if tuner.guided and searches:
-            elsewhere = tuner.elsewhere.known(problem, self.runner.device_name, self.spec, itself=not known_us)
+            elsewhere = tuner.elsewhere.known(
+                problem, self.runner.device_name, self.spec, itself=not known_us, deadline_s=listed_s
+            )
         first = [self.default, *self.incumbents, *(self.winners_elsewhere() if searches and not elsewhere else [])]
         if partly:  # what is tried first is built while the rest is judged
             early = [each for each in first if each in self.incumbents or not space.violations(each, problem)]
             self.compiled += self.builder.build(early, problem, leave=len(early))
             leaders = [Schedule(known.candidates[0]) for known in elsewhere]
-            among = promising_part(space, problem, tuner.pinned, plain, [*first, *leaders]) + self.incumbents
+            among = promising_part(space, problem, tuner.pinned, plain, [*first, *leaders], listed_s)
+            among = judged(among, estimate, listed_s) + self.incumbents
         elif not searches:
             among = first
-        # What is served was perhaps never a candidate here; it is not replaced by what it would beat.
+        else:  # what is served was perhaps never a candidate here; it is not replaced by what it would beat
+            space = space.including(self.incumbents)
+            among, _ = space.listed(problem, pinned=tuner.pinned, deadline_s=listed_s)
+            among = judged(among, estimate, listed_s) if tuner.guided else among
         self.study = ScheduleStudy(
             space.including(self.incumbents),
             problem,
@@ -348,7 +370,8 @@ class ProblemSearch(ProblemTune):
     def repeats(self, schedule: Schedule) -> bool:
         """Whether building it would most likely give a program that was tried already. What is built costs nothing."""
         built = self.builder.record(schedule, self.problem) is not None
-        return not built and self.tuner.inert.equal(self.problem, schedule) >= SURE
+        late = time.monotonic() > self.deadline_s
+        return not built and not late and self.tuner.inert.equal(self.problem, schedule) >= SURE
 
     def search(self, trials: Trials) -> list[Schedule]:
         """Propose, build and measure until enough is known; what was tried, earlier runs included."""
@@ -363,7 +386,8 @@ class ProblemSearch(ProblemTune):
             best, best_us = trials.best
             if tuner.options.neighbours and best is not None and best not in followed:
                 followed.add(best)
-                study.widen(self.space.neighbours(best, problem, pinned=tuner.pinned))
+                near = self.space.neighbours(best, problem, pinned=tuner.pinned)
+                study.widen(itertools.takewhile(lambda _: time.monotonic() < self.deadline_s, near))
             if trials.programs and study.expected_gain() < tuner.effort.least_gain:
                 break
             proposed = study.ask(tuner.propose_batch)

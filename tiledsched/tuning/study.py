@@ -55,7 +55,7 @@ class ScheduleStudy:
         first: schedules proposed and chosen before any of the sampler's own, such as the default one.
         estimate: the static model; None where there is none. Only the surrogate asks it.
         elsewhere: what is known of other problems. Only the surrogate learns from it.
-        among: the valid schedules that are searched; None for all of the space.
+        among: the valid schedules that are searched; None for all of the space, or some of a large one.
         repeats: whether a schedule is likely to be a program that was built already: those are proposed when nothing else is
             left.
 
@@ -78,7 +78,7 @@ class ScheduleStudy:
         repeats: Callable[[Schedule], bool] | None = None,
     ) -> None:
         self.space, self._problem, self._estimate, self._repeats = space, problem, estimate, repeats
-        self._valid = list(space.schedules(problem, pinned=pinned) if among is None else dict.fromkeys(among))
+        self._valid = list(space.listed(problem, pinned=pinned)[0] if among is None else dict.fromkeys(among))
         self._rng = random.Random(seed)
         inner = make_sampler(sampler, seed)
         self._in_order = sampler in IN_ORDER

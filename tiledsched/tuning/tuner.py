@@ -18,10 +18,11 @@ from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleErr
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import DRAWN
 from tiledsched.measure.runner import Runner
 from tiledsched.store.records import BuildRecord
 from tiledsched.tuning.builder import Program, deadlines
-from tiledsched.tuning.prior import estimator
+from tiledsched.tuning.prior import estimator, judged
 from tiledsched.tuning.results import TuneResult
 from tiledsched.tuning.search import OUT_OF_TIME, ProblemSearch, ProblemTune, TuneContext, commonest_message
 from tiledsched.tuning.study import learn
@@ -132,9 +133,12 @@ class Ranking(ProblemTune):
         first = list(dict.fromkeys([*self.incumbents, self.default]))
         # The model cannot tell what such knobs do: they stay as they are until something is measured.
         pinned = self.tuner.pinned | self.space.modelled_pins()
+        listed_s = self.listed_s()
         # What is served comes first, so that a program is known by it where others build to the same.
-        schedules = list(dict.fromkeys([*first, *self.space.schedules(problem, pinned=pinned)]))
+        listed, whole = self.space.listed(problem, pinned=pinned, deadline_s=listed_s)
         estimate = estimator(problem, self.spec)
+        known = judged(listed, estimate, listed_s)
+        schedules = list(dict.fromkeys([*first, *known]))
         by_estimate = sorted(schedules, key=lambda each: (estimate(each, None), each.id))
         self.build(list(dict.fromkeys([*first, *by_estimate])), first)
         reached = {each: record for each in schedules if (record := builder.record(each, problem))}
@@ -163,6 +167,7 @@ class Ranking(ProblemTune):
             failed=sum(record.failure is not None for record in reached.values()),
             seconds=time.monotonic() - self.started,
             left=len(schedules) - len(reached),
+            more=not whole or len(known) < len(listed),
             over_default=self.estimate(plain) / least_us - 1 if plain else None,
             over_runner_up=self.estimate(second) / least_us - 1 if second else None,
             candidates=self.candidates(reached, {each for one in programs for each in one.schedules}, pinned),
@@ -198,7 +203,7 @@ class Ranking(ProblemTune):
                 batch = min(max(LEARNT_AT_ONCE, self.builder.pool.jobs, len(first)), most - done)
                 begin = [] if done else list(first)
                 others = [each for each in left if each not in begin]
-                chosen = [*begin, *self.tuner.inert.put_off(self.problem, others, batch - len(begin))]
+                chosen = [*begin, *self.tuner.inert.put_off(self.problem, others[:DRAWN], batch - len(begin))]
             if not self.compiled and self.builder.missing(chosen, self.problem):
                 self.watcher.stage(self.problem, "compiling", most)
             self.compiled += self.builder.build(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,20 +97,17 @@ def race_tiles(
         if left_s is not None and left_s <= 0:
             return
         served = space.complete(table.resolve(problem, arch, "").schedule)
-        with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-            json.dump([dict(each) for each in candidates(space, problem, served)], file)
-            file.flush()
-            tune(
-                kernel,
-                [problem],
-                arch=arch,
-                db=str(folder / "tiles.db"),
-                candidates=file.name,
-                runner="gpu",
-                jobs=jobs,
-                effort="thorough",
-                budget_s=None if left_s is None else left_s / (len(named) - number),
-            )
+        tune(
+            kernel,
+            [problem],
+            arch=arch,
+            db=str(folder / "tiles.db"),
+            candidates=json.dumps([dict(each) for each in candidates(space, problem, served)]),
+            runner="gpu",
+            jobs=jobs,
+            effort="thorough",
+            budget_s=None if left_s is None else left_s / (len(named) - number),
+        )
 
 
 def tiling_rows(folder: Path, kernel: KernelClass) -> list[TilingRow]:

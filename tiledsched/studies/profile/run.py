@@ -8,13 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import ConfigError, MeasureError
+from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command
 from tiledsched.ops.bench import choose_methods, methods_of
@@ -109,7 +109,7 @@ def _profiled(
     kernel: KernelClass, problem: Problem, method: str, ncu: str, progress: Callable[[str], None]
 ) -> MethodProfile:
     progress(f"{problem}: {method}")
-    with tempfile.TemporaryDirectory() as folder:
+    with OwnFolder() as folder:
         log = Path(folder) / "raw.csv"
         counted = [
             ncu,

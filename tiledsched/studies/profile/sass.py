@@ -7,7 +7,6 @@ import itertools
 import re
 import subprocess
 import sysconfig
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, parts
 from tiledsched.core.errors import CompilerError, ConfigError
+from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.text import NOTHING, code, plural, short
@@ -74,7 +74,7 @@ def disassemble(schedule: Schedule, artifact: Artifact, nvdisasm: str) -> Listin
         ConfigError: the disassembler fails, as one does that is older than the GPU.
     """
     lines: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with OwnFolder() as folder:
         file = Path(folder) / "kernel.cubin"
         for cubin in parts(artifact.cubin):
             file.write_bytes(cubin)
