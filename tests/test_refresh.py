@@ -350,7 +350,7 @@ def test_rivals_that_were_not_timed_or_in_another_version_are(db, monkeypatch) -
     assert [each.name for each in db.entries()[0].rivals] == ["torch_flash", "flash_attention_4"]
     assert len(refreshed(first, rivals=Races(torch_flash="torch 2.12")).rivals) == 1
     # What is kept of another source or under another compiler is looked at as well.
-    monkeypatch.setattr(Attention, "source_hash", lambda: "another")
+    monkeypatch.setattr(Attention, "source_hash", lambda: "a" * 12)
     for compiler, version in ((first, "torch 2.14"), (second, "torch 2.13")):
         report = refreshed(compiler, rivals=Races(torch_flash=version))
         assert [row.outcome for row in report.rows] == [KEPT]
