@@ -100,7 +100,7 @@ class Rule:
 
     @property
     def shares(self) -> str:
-        """The same as shares of the problems."""
+        """How often the rule, and one value for all, are right, as shares of the problems."""
         own, constant = (f"{number / self.problems:.0%}" for number in (self.right, self.constant_right))
         return f"right for {own}, one value for all for {constant}"
 
