@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import tiledsched
-from tiledsched import core
 from tiledsched.core.registry import shipped_functions
 
 PACKAGE = Path(tiledsched.__file__).parent
@@ -156,19 +155,6 @@ def test_imports_point_down(room):
 def test_no_files_import_each_other():
     graph = {path: {other for other, _ in arrows(path)} - {path, "__init__.py"} for path in SOURCES}
     graphlib.TopologicalSorter(graph).prepare()  # an error names the files of a circle
-
-
-def test_what_core_lists_for_types_is_what_it_finds():
-    listed = next(node for node in TREES["core/__init__.py"].body if _is_for_types(node))
-    typed = {
-        (each.name, str(node.module).rpartition(".")[2])
-        for node in listed.body
-        if isinstance(node, ast.ImportFrom)
-        for each in node.names
-    }
-    assert typed == set(core._HOMES.items())
-    assert all(getattr(core, name) is not None for name, _ in typed)
-    assert not hasattr(core, "Planted")
 
 
 def test_no_module_is_named_in_a_string():

@@ -24,17 +24,10 @@ from rich.filesize import decimal
 
 from tiledsched import __version__
 from tiledsched.build import compiler, host_code, store, toolchain
-from tiledsched.core import (
-    ARCHS,
-    CompilerError,
-    ConfigError,
-    Settings,
-    TiledschedError,
-    arch_spec,
-    installing,
-    load_settings,
-    package_version,
-)
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
+from tiledsched.core.extras import installing, package_version
 from tiledsched.core.processes import SAFE_PATH
 from tiledsched.core.text import plural
 from tiledsched.measure import nvml

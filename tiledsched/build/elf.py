@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from tiledsched.core import CompilerError
+from tiledsched.core.errors import CompilerError
 
 HEADER = struct.Struct("<IIQQQQIIQQ")
 """A section header: name, type, flags, address, offset, size, link, info, alignment, size of an entry."""

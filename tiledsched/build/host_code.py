@@ -23,7 +23,7 @@ from typing import Any
 from tiledsched.build.elf import sections
 from tiledsched.build.sealed import read_sealed, write_sealed
 from tiledsched.build.toolchain import tool_version
-from tiledsched.core import CompilerError
+from tiledsched.core.errors import CompilerError
 
 REFERENCE = "x86_64"
 """The architecture whose host code stands for what the host code of a program writes, on every host."""

@@ -12,7 +12,10 @@ from typing import Any
 from tiledsched.build.compiler import BuildTask
 from tiledsched.build.host_code import host_arch
 from tiledsched.build.toolchain import compiler_at_hand, installed_toolchain
-from tiledsched.core import arch_spec, load_kernel, package_version, stable_id
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.device import arch_spec
+from tiledsched.core.extras import package_version
+from tiledsched.core.registry import load_kernel
 
 KEY_DIGITS = 40
 PLAIN = ("bool", "int", "float", "str", "bytes", "tuple", "NoneType", "DType", "module")

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tiledsched.core import log
-from tiledsched.core.config import warn_once
+from tiledsched.core.config import log, warn_once
 from tiledsched.core.files import make_private, others_may_change, read_bounded, write_whole
 
 Facts = TypeVar("Facts")

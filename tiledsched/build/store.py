@@ -26,7 +26,7 @@ import msgspec
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.host_code import carried, check_host, host_arch, host_folder
 from tiledsched.build.sealed import discard, is_usable, read_sealed, write_sealed
-from tiledsched.core import CompilerError, ConfigError, DatabaseError
+from tiledsched.core.errors import CompilerError, ConfigError, DatabaseError
 from tiledsched.core.files import make_private, others_may_change, unpacked, user_folder
 
 CACHE_VARIABLE = "TILEDSCHED_CACHE"

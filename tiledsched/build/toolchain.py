@@ -11,7 +11,10 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tiledsched.core import CompilerError, Schedule, package_version, stable_id
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.errors import CompilerError
+from tiledsched.core.extras import package_version
+from tiledsched.core.schedule import Schedule
 
 PARTS = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 RELEASES = ("13.4", "13.5")

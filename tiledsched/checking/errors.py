@@ -14,7 +14,9 @@ from typing import Any
 import numpy
 
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core import RELATIVE_ERRORS, ArraySpec, Case, DeclarationError, Failure, FailureKind, Tolerance
+from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
+from tiledsched.core.cases import Case
+from tiledsched.core.errors import DeclarationError, Failure, FailureKind
 from tiledsched.core.storage import LARGEST, SMALLEST, codes_of, decoded, is_float, unwritten
 
 ELEMENTS_AT_ONCE = 1 << 26

@@ -10,9 +10,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tiledsched.core import RELATIVE_ERRORS, Case, KernelClass, Problem, Tolerance, input_specs, output_specs
-from tiledsched.core.cases import Arrays, expected_outputs, laid_out, own_inputs, random_inputs
+from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
+from tiledsched.core.cases import (
+    Arrays,
+    Case,
+    expected_outputs,
+    input_specs,
+    laid_out,
+    output_specs,
+    own_inputs,
+    random_inputs,
+)
 from tiledsched.core.integers import INTEGER_KINDS
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")

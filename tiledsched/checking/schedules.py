@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.checking.inputs import CHECK_KINDS
-from tiledsched.core import HINT_KNOBS, KernelClass, Problem, Schedule, SearchSpace, TiledschedError
 from tiledsched.core.blame import describe
 from tiledsched.core.cases import replaced
+from tiledsched.core.errors import TiledschedError
 from tiledsched.core.fields import Choice, Dim, Flag, Sizes
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import problems_of
+from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.core.space import SearchSpace
 
 if TYPE_CHECKING:
     from tiledsched.checking.sizes import SizeFinder

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from tiledsched.core import KernelClass, Problem, Schedule, SearchSpace, TiledschedError
 from tiledsched.core.cases import replaced, shrunk
+from tiledsched.core.errors import TiledschedError
 from tiledsched.core.fields import Dim, Sizes
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
 from tiledsched.interpreter.uses import TileUses
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

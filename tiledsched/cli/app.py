@@ -17,17 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tiledsched.cli import output, problems, renamed
-from tiledsched.core import (
-    ARCHS,
-    ConfigError,
-    DatabaseError,
-    MeasureError,
-    arch_named,
-    arch_spec,
-    config,
-    problem,
-    registry,
-)
+from tiledsched.core import config, problem, registry
+from tiledsched.core.device import ARCHS, arch_named, arch_spec
+from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
 from tiledsched.measure import nvml
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import Options, OptionSpec, options_of

@@ -29,7 +29,8 @@ from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.result_commands import REGIMES
 from tiledsched.cli.served_output import print_ablation, print_bench
-from tiledsched.core import ConfigError, KernelClass, Problem
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
 
 if TYPE_CHECKING:
     from tiledsched.studies.ablation.ladder import AblationRow

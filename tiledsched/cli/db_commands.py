@@ -25,7 +25,8 @@ from tiledsched.cli.app import (
     option,
 )
 from tiledsched.cli.output import note, print_table
-from tiledsched.core import ConfigError, FailureKind, data_files
+from tiledsched.core import data_files
+from tiledsched.core.errors import ConfigError, FailureKind
 from tiledsched.core.files import csv_cell
 from tiledsched.core.text import plural
 

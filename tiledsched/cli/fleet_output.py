@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import table_lines
-from tiledsched.core import Schedule
+from tiledsched.core.schedule import Schedule
 
 if TYPE_CHECKING:
     from tiledsched.fleet.status import FleetStatus, WorkerStatus

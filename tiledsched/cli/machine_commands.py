@@ -22,8 +22,10 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_wrapped
 from tiledsched.cli.problems import named_problems, read_variants
 from tiledsched.cli.seen_flag import archs_of, by_kernel, seen_option, select
-from tiledsched.core import ConfigError, KernelClass, Problem, arch_spec
 from tiledsched.core.config import PROJECT_FILE
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.trust import trust
 from tiledsched.store.records import BuildRecord, Entry
 

@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiledsched.core import ConfigError, KernelClass, Problem, TiledschedError, blame, labels
+from tiledsched.core import blame, labels
+from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
+from tiledsched.core.problem import KernelClass, Problem
 
 FLAGS = {"yes": True, "true": True, "no": False, "false": False}
 

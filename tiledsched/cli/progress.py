@@ -13,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from tiledsched.cli.output import note
-from tiledsched.core import Problem, Schedule
 from tiledsched.core.files import printable
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.tuning.watcher import Watcher
 
 LINE_EVERY_S = 2.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tiledsched.core import ConfigError
+from tiledsched.core.errors import ConfigError
 
 COMMANDS: Mapping[str, str] = {
     "ablate": "tiledsched study ablation",

@@ -28,7 +28,8 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core import KernelClass, Problem, blame, errors, registry, text
+from tiledsched.core import blame, errors, registry, text
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.store.captured_calls import clear_seen
 from tiledsched.store.records import PROVENANCES

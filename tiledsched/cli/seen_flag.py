@@ -15,7 +15,8 @@ from click.core import ParameterSource
 from tiledsched.cli.app import Invocation, option
 from tiledsched.cli.output import note, print_wrapped, program, table_lines
 from tiledsched.cli.problems import matching
-from tiledsched.core import ConfigError, KernelClass, Problem
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.text import duration, plural
 from tiledsched.store.captured_calls import Seen, read_seen, seen_folder
 

@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
-from tiledsched.core import Problem, rate_of, rate_text, unit_of
 from tiledsched.core.device import arch_of
 from tiledsched.core.labels import labels_of
+from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
 from tiledsched.core.text import plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import print_lines, print_wrapped
 from tiledsched.cli.served_output import entry_json
-from tiledsched.core import KernelClass, Problem, extras, labels, rate_text, text
-from tiledsched.core.problem import describe_values
+from tiledsched.core import extras, labels, text
+from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.space import RACED, UNKNOWN
 
 if TYPE_CHECKING:

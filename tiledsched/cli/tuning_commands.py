@@ -26,9 +26,10 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.seen_flag import by_kernel, only_arch, ranked, seen_option, select
-from tiledsched.core import ConfigError, KernelClass, Problem
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.labels import format_problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tiledsched.build.keys import build_key
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.sealed import read_sealed, write_sealed
 from tiledsched.build.store import Claims, ProgramStore
-from tiledsched.core import ConfigError, DatabaseError, Failure, FailureKind
+from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind
 
 POLL_S = 0.1
 OF_THE_DAY = (FailureKind.COMPILER_KILLED, FailureKind.COMPILE_TIMEOUT)

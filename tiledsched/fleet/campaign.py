@@ -8,7 +8,8 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
-from tiledsched.core import Problem, stable_id
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.problem import Problem
 
 LEASE_S = 120.0
 """How long a lease holds unless renewed: what a dead host costs its problem."""

@@ -18,21 +18,17 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.build import store, toolchain
-from tiledsched.core import (
+from tiledsched.core import blame, config, processes, registry
+from tiledsched.core.errors import (
     ConfigError,
     DeclarationError,
-    KernelClass,
     NoValidScheduleError,
-    Problem,
     ProblemError,
     SpaceError,
     TiledschedError,
     UnsupportedError,
-    blame,
-    config,
-    processes,
-    registry,
 )
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
 from tiledsched.fleet.clock import RETRY_S, is_full, retry_while_unavailable

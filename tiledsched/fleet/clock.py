@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
-from tiledsched.core import errors, files, log
+from tiledsched.core import errors, files
+from tiledsched.core.config import log
 
 T = TypeVar("T")
 RETRY_S = 600.0

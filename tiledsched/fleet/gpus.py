@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core import MeasureError
+from tiledsched.core.errors import MeasureError
 from tiledsched.fleet.clock import CLOCK, Clock
 from tiledsched.measure import driver_timeout, nvml
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core import Failure, KernelClass, MeasureError, Problem
+from tiledsched.core.errors import Failure, MeasureError
 from tiledsched.core.files import OwnFolder
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import check_allowed
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.measure.estimate import Timing

@@ -22,7 +22,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
-from tiledsched.core import Problem, canonical, errors, registry
+from tiledsched.core import canonical, errors, registry
+from tiledsched.core.problem import Problem
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, FailedProblem, Lease, Outcome
 from tiledsched.fleet.clock import CLOCK, RETRY_S, Clock, retry_while_unavailable
 from tiledsched.store import records, writing

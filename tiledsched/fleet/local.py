@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiledsched.build.pool import default_jobs
-from tiledsched.core import ConfigError, MeasureError
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.fleet.campaign import Campaign
 from tiledsched.fleet.clock import CLOCK, RETRY_S, Clock, retry_while_unavailable
 from tiledsched.fleet.gpus import Gpu, gpus_here

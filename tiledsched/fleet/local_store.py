@@ -18,7 +18,8 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from tiledsched.core import Problem, canonical, errors, files
+from tiledsched.core import canonical, errors, files
+from tiledsched.core.problem import Problem
 from tiledsched.measure.runner import Device
 from tiledsched.store import host, writing
 from tiledsched.store.db import TuningDB

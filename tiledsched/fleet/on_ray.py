@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.build.pool import default_jobs
-from tiledsched.core import ConfigError, MeasureError, extras, registry
+from tiledsched.core import extras, registry
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.fleet.campaign import Campaign
 from tiledsched.fleet.clock import RETRY_S, retry_while_unavailable
 from tiledsched.fleet.gpus import Gpu, gpus_of_driver, visible

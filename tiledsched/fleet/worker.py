@@ -16,7 +16,10 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
 
-from tiledsched.core import DatabaseError, MeasureError, Problem, log, processes, registry
+from tiledsched.core import processes, registry
+from tiledsched.core.config import log
+from tiledsched.core.errors import DatabaseError, MeasureError
+from tiledsched.core.problem import Problem
 from tiledsched.fleet import calibration, status
 from tiledsched.fleet.campaign import Answer, Campaign, Outcome, Setup
 from tiledsched.fleet.clock import Clock

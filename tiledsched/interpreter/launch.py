@@ -15,9 +15,12 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 
-from tiledsched.core import ArraySpec, KernelClass, Problem, ProblemError, Schedule
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.blame import author_line, describe
+from tiledsched.core.errors import ProblemError
 from tiledsched.core.launches import annotated, scratch, steps
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import poison, storage_type, tile_type
 from tiledsched.interpreter import memory, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints

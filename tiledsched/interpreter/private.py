@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import FunctionType
 from typing import Any
 
-from tiledsched.core import CompilerError
+from tiledsched.core.errors import CompilerError
 
 KNOWN_VERSIONS = "1.2 to 1.7"
 """Releases of cuda-tile in which these names were found; the package itself needs 1.7."""

@@ -13,7 +13,7 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 
-from tiledsched.core import TiledschedError
+from tiledsched.core.errors import TiledschedError
 
 
 class InterpreterError(TiledschedError, RuntimeError):

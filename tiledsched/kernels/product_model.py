@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import math
 
-from tiledsched.core import ArchSpec, Problem, ResourceFacts, Schedule
 from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
 
 ELEMENT_BYTES = 2
 PARTIAL_BYTES = 4

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Problem, Schedule, Similarity, about, grid_blocks
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import grid_blocks
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.product_model import tile_columns
 
 Launch = tuple[Callable[..., None], tuple[int, ...]]

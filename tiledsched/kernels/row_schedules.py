@@ -10,9 +10,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
-from tiledsched.core import ArchSpec, Problem, ResourceFacts, Schedule, Similarity, ctas_per_sm, grid_blocks
 from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
-from tiledsched.core.resources import REGISTERS_PER_SM
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm, grid_blocks
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import is_shipped
 
 LOADS = ("plain", "tma", "gather")

@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core import ArraySpec, Case, DeclarationError, KernelClass, Problem, Schedule, Tolerance, output_specs
-from tiledsched.core.cases import Arrays
+from tiledsched.core.arrays import ArraySpec, Tolerance
+from tiledsched.core.cases import Arrays, Case, output_specs
+from tiledsched.core.errors import DeclarationError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import is_float, poison, same_bits, storage_type, strides_of, to_storage
 
 Argument = tuple[str, str, Any]

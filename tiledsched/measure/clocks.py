@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tiledsched.core import ARCHS
+from tiledsched.core.device import ARCHS
 from tiledsched.measure.nvml import HELD_DOWN
 from tiledsched.measure.runner import Conditions, Device, Measurement
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDoneError
 from typing import Any, TypeVar
 
-from tiledsched.core import MeasureError
+from tiledsched.core.errors import MeasureError
 
 T = TypeVar("T")
 LISTED_S = 60.0

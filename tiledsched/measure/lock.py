@@ -21,7 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiledsched.core import MeasureError, load_settings, log
+from tiledsched.core.config import load_settings, log
+from tiledsched.core.errors import MeasureError
 from tiledsched.core.files import user_folder
 from tiledsched.measure.nvml import current_gpu
 

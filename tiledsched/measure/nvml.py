@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import installing
+from tiledsched.core.extras import installing
 from tiledsched.measure.driver_timeout import LISTED_S, READ_S, asked, unwatched
 from tiledsched.measure.runner import Conditions, Device
 

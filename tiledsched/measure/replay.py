@@ -10,7 +10,9 @@ import random
 from collections.abc import Iterable, Sequence
 
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core import Failure, FailureKind, KernelClass, MeasureError, Problem, Schedule
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement
 
 Key = tuple[str, str, tuple[tuple[int, int, int], ...]]

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core import Failure, Problem, Schedule
 from tiledsched.core.canonical import OMIT_DEFAULT
+from tiledsched.core.errors import Failure
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 
 REGIMES = ("burst", "sustained")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiledsched.core import MeasureError
+from tiledsched.core.errors import MeasureError
 
 LEAST_SPIN_US = 300.0
 """Ahead of every paced call: the host queues what follows meanwhile, so that events never time it."""

@@ -29,8 +29,13 @@ from tiledsched.build.cubin import is_whole, parts, symbol_of
 from tiledsched.build.host_code import check_host
 from tiledsched.checking.errors import OutputErrors, case_errors, summary, wrong_result
 from tiledsched.checking.inputs import make_cases
-from tiledsched.core import Case, Failure, FailureKind, Problem, Tolerance, first_line, load_kernel
+from tiledsched.core.arrays import Tolerance
+from tiledsched.core.blame import first_line
+from tiledsched.core.cases import Case
+from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.problem import Problem
 from tiledsched.core.processes import end_with_parent
+from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
 from tiledsched.measure.arrays import Launch, Packed, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tiledsched.core import ProblemError
+from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention.options import MAX_HEAD_DIM
 from tiledsched.serve import process
 

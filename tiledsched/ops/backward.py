@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiledsched.core import ProblemError, UnsupportedError
 from tiledsched.core.arrays import LARGEST_INT32
+from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA

@@ -7,7 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import ConfigError, KernelClass, Problem, config, load_kernel
+from tiledsched.core import config
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import load_kernel
 from tiledsched.core.rivals import Method
 from tiledsched.ops.own_methods import own_methods, own_outputs
 from tiledsched.rivals.bench import BenchOptions, TorchHarness, run_bench

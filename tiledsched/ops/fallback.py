@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tiledsched.core import UnsupportedError
+from tiledsched.core.errors import UnsupportedError
 from tiledsched.ops.arguments import heads_grouped
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve.process import log, settings

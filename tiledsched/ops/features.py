@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from tiledsched.core import ProblemError
+from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention.options import ARRAYS, FeatureArguments
 from tiledsched.ops.arguments import check_array
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiledsched.core import SHIPPED, ProblemError, kernel_named
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.registry import SHIPPED, kernel_named
 
 GRADIENTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {}
 """Kernel -> the function that gives its operator, which is pinned to some values, a gradient. The front of a kernel sets it. A

@@ -11,20 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiledsched.core import (
-    KernelClass,
-    KnobValue,
-    Problem,
-    Schedule,
-    SearchSpace,
-    UnsupportedError,
-    arch_spec,
-    config,
-    output_specs,
-)
+from tiledsched.core import config
+from tiledsched.core.cases import output_specs
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.fields import Flag
 from tiledsched.core.launches import steps, tile_kernels
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.rivals import Arrays, Call, Method
+from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.backends import heads_first, longest, rows_first

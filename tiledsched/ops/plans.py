@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tiledsched.core import Problem, ProblemError
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.backends import empty_output, raced

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiledsched.core import UnsupportedError
+from tiledsched.core.errors import UnsupportedError
 from tiledsched.ops.arguments import CAUSAL, check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
 from tiledsched.ops.backward import BackwardCall, with_empty_results
 from tiledsched.ops.fallback import attend_nested, forget_warnings, report

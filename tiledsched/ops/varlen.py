@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiledsched.core import ProblemError
+from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention.problem import hiding_mask
 from tiledsched.ops.arguments import CAUSAL, check_array, check_tensors, read_causal, read_scale
 from tiledsched.ops.features import ALL_KEYS, AttentionFeatures, Window, read_features

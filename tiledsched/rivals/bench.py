@@ -18,7 +18,10 @@ from typing import Any
 import numpy
 
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core import MeasureError, Problem, UnsupportedError, first_line, required
+from tiledsched.core.blame import first_line
+from tiledsched.core.errors import MeasureError, UnsupportedError
+from tiledsched.core.extras import required
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Method, RivalCase
 from tiledsched.measure.driver_timeout import asked
 from tiledsched.measure.estimate import Timing

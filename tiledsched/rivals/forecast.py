@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core import ArchSpec, KernelClass, Problem, arch_spec, problem_from_json
 from tiledsched.core.cost import LAUNCH_US
+from tiledsched.core.device import ArchSpec, arch_spec
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.store.manifest import model_file
 from tiledsched.store.records import Entry
 

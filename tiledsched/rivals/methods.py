@@ -12,19 +12,12 @@ from functools import partial
 from typing import Any
 
 from tiledsched.checking.errors import NOT_FINITE, Error, error_of
-from tiledsched.core import (
-    RELATIVE_ERRORS,
-    SHIPPED,
-    ArraySpec,
-    KernelClass,
-    MeasureError,
-    Problem,
-    UnsupportedError,
-    input_specs,
-    output_specs,
-)
+from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
 from tiledsched.core.cases import Arrays as Stored
-from tiledsched.core.cases import expected_outputs, random_inputs
+from tiledsched.core.cases import expected_outputs, input_specs, output_specs, random_inputs
+from tiledsched.core.errors import MeasureError, UnsupportedError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import SHIPPED
 from tiledsched.core.rivals import Arrays, Call, Function, Method, RivalCase, called
 from tiledsched.core.storage import storage_type, tile_type
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES

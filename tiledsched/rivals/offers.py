@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core import KernelClass, Problem, arch_spec, log
+from tiledsched.core.config import log
+from tiledsched.core.device import arch_spec
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.forecast import OURS, Forecast
 from tiledsched.store.manifest import published_figures

@@ -12,7 +12,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from tiledsched.core import Failure, FailureKind, Kernel, KernelClass, MeasureError, Problem, log
+from tiledsched.core.config import log
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import python_command
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.gpu import GpuRunner

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import ConfigError, Problem, ProblemError, canonical_json, problem_from_json
+from tiledsched.core.canonical import canonical_json
+from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.files import check_plain, csv_text, from_csv_cell, read_bounded, write_whole
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
 

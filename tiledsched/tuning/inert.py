@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core import Schedule
+from tiledsched.core.schedule import Schedule
 
 DECAY = 0.7
 """What a change seen with one other knob different counts, of what it would count here; that squared for two, and so on."""

@@ -16,7 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core import Failure, Problem, Schedule, log
+from tiledsched.core.config import log
+from tiledsched.core.errors import Failure
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing, probability_not_slower, relative_uncertainty
 from tiledsched.measure.runner import Batch, Candidate, Conditions, Failed, Measurement, Runner
 from tiledsched.measure.timing import SHORT_US

@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import (
-    KnobValue,
-    NoValidScheduleError,
-    Problem,
-    Schedule,
-    SearchSpace,
-    Settings,
-    accuracy_class,
-    arch_spec,
-)
+from tiledsched.core.config import Settings
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import NoValidScheduleError
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.clocks import describe_throttling, summarise_throttling
 from tiledsched.measure.runner import REGIMES, Device, Failed, Measurement, Runner
 from tiledsched.store.exchange import export_landscape, landscape_file_name

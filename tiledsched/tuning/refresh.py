@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core import KernelClass, Problem, Schedule, data_files
+from tiledsched.core import data_files
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import Cases, problems_of
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Runner
 from tiledsched.rivals.races import RivalRaces
 from tiledsched.serve.entries import load_entries

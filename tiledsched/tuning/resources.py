@@ -16,18 +16,13 @@ from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, prepare_process
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchain
-from tiledsched.core import (
-    ConfigError,
-    DatabaseError,
-    KernelClass,
-    KnobValue,
-    MeasureError,
-    SearchSpace,
-    Settings,
-    config,
-    load_settings,
-)
+from tiledsched.core import config
+from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
 from tiledsched.core.files import check_plain, read_bounded
+from tiledsched.core.problem import KernelClass
+from tiledsched.core.schedule import KnobValue
+from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import chosen_space
 from tiledsched.measure import nvml
 from tiledsched.measure.runner import Runner

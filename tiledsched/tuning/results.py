@@ -8,7 +8,9 @@ from html import escape
 from typing import Any
 
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core import ConfigError, Failure, FailureKind, KernelClass, Problem, Schedule
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.evidence import clocks_of, throttled
 from tiledsched.store.records import SAME_NUMBERS, Entry

@@ -16,21 +16,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from tiledsched.core import (
-    Failure,
-    FailureKind,
-    KnobValue,
-    MeasureError,
-    NoValidScheduleError,
-    Problem,
-    Schedule,
-    SearchSpace,
-    Settings,
-    accuracy_class,
-    arch_spec,
-)
 from tiledsched.core.blame import says_line
-from tiledsched.core.space import RACED
+from tiledsched.core.config import Settings
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import KnobValue, Schedule
+from tiledsched.core.space import RACED, SearchSpace, accuracy_class
 from tiledsched.measure.clocks import describe_throttling, summarise_throttling
 from tiledsched.measure.runner import REGIMES, Candidate, Checked, Failed, Measurement, RivalTime, Runner
 from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, timed_as_now

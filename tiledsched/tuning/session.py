@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.checking.schedules import CheckRow, check_problems
-from tiledsched.core import ConfigError, KernelClass, Problem, load_kernel, load_settings, required
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.extras import required
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import Cases, problems_of
+from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import load_space, space_for
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, Options, RecordOptions, RefreshOptions, TuneOptions
 from tiledsched.tuning.resources import Resources, serving_anew

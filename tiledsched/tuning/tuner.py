@@ -13,16 +13,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from tiledsched.core import (
-    ConfigError,
-    KernelClass,
-    MeasureError,
-    NoValidScheduleError,
-    Problem,
-    Schedule,
-    arch_spec,
-    spilled,
-)
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import spilled
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import DRAWN
 from tiledsched.measure.runner import Runner
 from tiledsched.store.records import BuildRecord

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tiledsched.core import Problem, Schedule
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 
 
 class Watcher:

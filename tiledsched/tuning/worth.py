@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiledsched.core import ARCHS, CompilerError, ConfigError, KernelClass, Problem, TiledschedError, arch_spec
+from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.rivals.offers import pays
 from tiledsched.rivals.races import can_race
 from tiledsched.serve.chain import Served

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tiledsched.core import Problem, UnsupportedError, package_version
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.extras import package_version
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Call, Function, Variants, call_on, is_installed
 from tiledsched.kernels.attention.call_cache import CallCache, PassCache
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale

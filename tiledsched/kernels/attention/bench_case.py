@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, RivalCase
 from tiledsched.kernels.attention.backends import heads_first
 from tiledsched.kernels.attention.inputs import places

@@ -10,7 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem, ResourceFacts, Schedule, Tolerance, arch_spec, grid_blocks
+from tiledsched.core.arrays import Tolerance
+from tiledsched.core.device import arch_spec
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts, grid_blocks
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
 from tiledsched.kernels.attention.options import ARRAYS, FIELDS, SIZES, feature_constants

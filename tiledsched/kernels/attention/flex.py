@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.core import Problem, UnsupportedError
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Call
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 

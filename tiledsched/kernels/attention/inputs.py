@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core import Case, Problem
+from tiledsched.core.cases import Case
+from tiledsched.core.problem import Problem
 from tiledsched.core.storage import to_storage
 from tiledsched.kernels.attention.problem import padding_below
 

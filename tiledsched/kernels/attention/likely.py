@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from tiledsched.core import ConfigError, Problem
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention.options import DTYPES
 
 VARIANTS: Mapping[str, str] = {

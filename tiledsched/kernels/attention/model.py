@@ -27,9 +27,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core import ArchSpec, Problem, ResourceFacts, Schedule, ctas_per_sm
 from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, PublishedTime, smooth_max
-from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
 from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, steps_per_turn

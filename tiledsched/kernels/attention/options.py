@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 
 SIZE, FLAG = ts.dim(0, least=0, omit_default=True), ts.flag(omit_default=True)
 DTYPES = ("float16", "bfloat16")

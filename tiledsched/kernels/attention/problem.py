@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.core import ProblemError
 from tiledsched.core.arrays import LARGEST_INT32
+from tiledsched.core.errors import ProblemError
 from tiledsched.core.fields import ITEM_BYTES, Value
 from tiledsched.kernels.attention.options import ALIGNMENTS, FIELDS, feature_words
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 
 FULL_ROWS = 512
 """Query rows for each SM that fill a GPU: four blocks of 128 rows."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tiledsched.core import Problem, UnsupportedError
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Call, Method
 from tiledsched.kernels.attention.backends import (
     FLASH_4,

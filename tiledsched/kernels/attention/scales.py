@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tiledsched.core import Problem, ProblemError
+from tiledsched.core.errors import ProblemError
+from tiledsched.core.problem import Problem
 
 LOG2_E = 1.0 / math.log(2.0)
 DEFAULT_CAP = 50.0

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tiledsched.core import Schedule, Similarity
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.attention.options import FIELDS
 from tiledsched.kernels.attention.tiling import steps_per_turn

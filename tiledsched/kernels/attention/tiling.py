@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 
-from tiledsched.core import Problem, Schedule
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 
 COMBINED_ELEMENTS = 8192
 """Elements that a block of the combining launch reads at once, of all shares together."""

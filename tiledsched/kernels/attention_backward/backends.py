@@ -14,7 +14,9 @@ import os
 from functools import partial
 from typing import Any
 
-from tiledsched.core import Problem, UnsupportedError, package_version
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.extras import package_version
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Variants
 from tiledsched.kernels.attention.backends import (
     FLASH_4_MODULE,

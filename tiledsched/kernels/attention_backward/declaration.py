@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem, Schedule, Tolerance, grid_blocks
+from tiledsched.core.arrays import Tolerance
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import grid_blocks
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.options import ARRAYS, FIELDS, MAX_HEAD_DIM, SIZES, feature_constants
 from tiledsched.kernels.attention.problem import mask_of

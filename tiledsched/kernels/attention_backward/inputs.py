@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core import Case, Problem, input_specs
+from tiledsched.core.cases import Case, input_specs
+from tiledsched.core.problem import Problem
 from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention.inputs import (
     CODES,

@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core import ArchSpec, Problem, ResourceFacts, Schedule, ctas_per_sm
 from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
-from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.model import (
     CAPPED_EXP2,
     DRAM_EFFICIENCY,

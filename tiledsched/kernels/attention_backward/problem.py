@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiledsched.core import Problem, Similarity, about
 from tiledsched.core.fields import Value
+from tiledsched.core.problem import Problem
+from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.attention import problem as forward
 from tiledsched.kernels.attention.scales import default_scale, scales
 from tiledsched.kernels.attention.similarity import copies_rows, feature_distance, octaves_apart

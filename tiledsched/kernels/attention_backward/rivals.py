@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tiledsched.core import Problem, UnsupportedError
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Method, RivalCase
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.backends import (

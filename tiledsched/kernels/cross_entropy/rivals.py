@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Method, Numbers, called
 from tiledsched.kernels.torch_rivals import torch_methods
 

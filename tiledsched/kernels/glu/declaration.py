@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem, Schedule, grid_blocks
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import grid_blocks
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.glu.rivals import in_torch
 from tiledsched.kernels.row_schedules import LOADS, OneFunction, RowSimilarity, StreamingCost, TileDemand
 

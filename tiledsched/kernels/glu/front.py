@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiledsched.core import ProblemError
+from tiledsched.core.errors import ProblemError
 from tiledsched.ops.front import check_shape, flat_rows, operator
 
 

@@ -12,8 +12,13 @@ from typing import Any
 import numpy
 
 import tiledsched.core.fields as ts
-from tiledsched.core import ArchSpec, Case, Kernel, Problem, ResourceFacts, Schedule, Similarity, about, grid_blocks
-from tiledsched.core.cases import random_inputs
+from tiledsched.core.cases import Case, random_inputs
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts, grid_blocks
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.grouped_matmul.rivals import raced
 from tiledsched.kernels.product_model import ELEMENT_BYTES, SECOND_LAUNCH_US, ProductCost, dram_bytes, step_cycles
 from tiledsched.kernels.product_schedules import row_bytes

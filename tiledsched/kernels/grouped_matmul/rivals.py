@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Numbers, Variants
 from tiledsched.kernels.product_schedules import row_bytes
 from tiledsched.kernels.torch_rivals import torch_methods

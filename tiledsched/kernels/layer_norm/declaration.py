@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
 from tiledsched.kernels.layer_norm.rivals import in_torch, raced
 from tiledsched.kernels.row_schedules import ELEMENTS, KNOBS, RowKernel, RowSimilarity, WholeRowCost
 

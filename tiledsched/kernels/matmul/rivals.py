@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Method, Variants, called
 from tiledsched.kernels.torch_rivals import compiled
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem, Schedule
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.rms_norm.rivals import in_torch
 from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS, RowCost, RowKernel
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Method, Numbers, Variants, called
 from tiledsched.kernels.torch_rivals import torch_methods
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem, Schedule
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.rope.reference import rotated
 from tiledsched.kernels.rope.rivals import in_torch
 from tiledsched.kernels.row_schedules import OneFunction, RowSimilarity, StreamingCost, TileDemand

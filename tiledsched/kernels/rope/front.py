@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiledsched.core import ProblemError, UnsupportedError
+from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.ops.front import GRADIENTS, operator
 from tiledsched.serve import process
 from tiledsched.serve.execute import is_transformed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Numbers
 from tiledsched.kernels.rope.reference import rotated
 from tiledsched.kernels.torch_rivals import torch_methods

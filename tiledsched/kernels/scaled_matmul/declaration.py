@@ -12,8 +12,13 @@ from typing import Any
 import numpy
 
 import tiledsched.core.fields as ts
-from tiledsched.core import RELATIVE_ERRORS, ArchSpec, Kernel, Problem, ResourceFacts, Schedule, Tolerance
+from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
 from tiledsched.core.cost import WARPS_PER_GROUP
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.product_model import ProductCost, step_cycles
 from tiledsched.kernels.product_schedules import (
     MODELS,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiledsched.core import ProblemError
+from tiledsched.core.errors import ProblemError
 from tiledsched.ops.front import operator
 
 

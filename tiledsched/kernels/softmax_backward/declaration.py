@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, Problem
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
 from tiledsched.kernels.row_schedules import RowKernel, RowSimilarity, WholeRowCost
 from tiledsched.kernels.softmax import Softmax
 from tiledsched.kernels.softmax_backward.rivals import in_torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiledsched.core import Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Numbers
 from tiledsched.kernels.torch_rivals import torch_methods
 

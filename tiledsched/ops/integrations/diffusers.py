@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tiledsched.core import ConfigError, UnsupportedError, installing
+from tiledsched.core.errors import ConfigError, UnsupportedError
+from tiledsched.core.extras import installing
 from tiledsched.ops.padding import hidden_ends
 from tiledsched.ops.sdpa import sdpa
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched import __version__
-from tiledsched.core import ConfigError
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import write_whole
 
 NAME = "tiledsched-attention"

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tiledsched.core import ConfigError, UnsupportedError, installing
+from tiledsched.core.errors import ConfigError, UnsupportedError
+from tiledsched.core.extras import installing
 from tiledsched.ops import fallback
 from tiledsched.ops.features import AttentionFeatures, Window
 from tiledsched.ops.padding import edges, ends_of

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import Failure, KernelClass, Problem, Schedule, SearchSpace, canonical_json
+from tiledsched.core.canonical import canonical_json
+from tiledsched.core.errors import Failure
 from tiledsched.core.files import csv_text, write_whole
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Candidate, Runner
 from tiledsched.rivals.rows import OK, SIZES, timing_columns

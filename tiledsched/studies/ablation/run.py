@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from tiledsched.core import ConfigError, KernelClass, Problem, Schedule, SearchSpace, accuracy_class
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
 from tiledsched.ops.own_methods import untuned
 from tiledsched.studies.ablation.ladder import AblationRow, Ladder

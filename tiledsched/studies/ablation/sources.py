@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tiledsched.build.cubin import Artifact
-from tiledsched.core import Failure, FailureKind, MeasureError, Problem, Schedule, SearchSpace
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.exchange import TableFile
 from tiledsched.tuning.builder import Builder

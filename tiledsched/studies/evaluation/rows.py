@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tiledsched.core import Problem, kernel_named
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
 from tiledsched.report.records import TileTime
 from tiledsched.rivals.rows import OK, BenchRow
 

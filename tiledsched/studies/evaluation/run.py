@@ -11,7 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import ConfigError, KernelClass, Problem, Schedule, SearchSpace, kernel_named, load_settings
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.ops.bench import bench_here, choose_methods
 from tiledsched.rivals.rows import read_rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import rate_of, rate_text, unit_of
+from tiledsched.core.problem import rate_of, rate_text, unit_of
 from tiledsched.core.text import NOTHING, joined, plural, times_as_fast
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
 from tiledsched.report.vega import BINARY, SIZES, Spec, chart, quantity, tips, titled, word

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
-from tiledsched.core import Kernel, KnobValue, Problem, Schedule, UnsupportedError, kernel_named
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.rivals import Call, Method
+from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.ops.own_methods import ATTENTION_METHODS, schedule_launch
 
 SOURCE = "github.com/NVIDIA/dgx-spark-playbooks at 0db7c14, nvidia/cutile-kernels/README.md"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tiledsched.core import ARCHS, HINT_KNOBS, KernelClass, KnobValue, Problem
+from tiledsched.core.device import ARCHS
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import HINT_KNOBS, KnobValue
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 

@@ -6,7 +6,8 @@ import json
 import sys
 import warnings
 
-from tiledsched.core import TiledschedError, UnsupportedError, problem_from_json
+from tiledsched.core.errors import TiledschedError, UnsupportedError
+from tiledsched.core.registry import problem_from_json
 
 WARMUPS = 5
 FAILED = 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core import MeasureError
+from tiledsched.core.errors import MeasureError
 
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core import Problem
 from tiledsched.core.files import csv_text
+from tiledsched.core.problem import Problem
 from tiledsched.core.text import figure, joined, longer, plural, ratio
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, to_markdown, write_document
 from tiledsched.report.vega import BLUE, GREEN, ORANGE, RED, Spec, quantity, tips, titled, word

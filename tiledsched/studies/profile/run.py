@@ -13,8 +13,9 @@ from datetime import date
 from pathlib import Path
 
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core import ConfigError, KernelClass, MeasureError, Problem
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.files import OwnFolder
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command
 from tiledsched.ops.bench import choose_methods, methods_of
 from tiledsched.rivals.methods import OURS, SERVED

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact, parts
-from tiledsched.core import CompilerError, ConfigError, Problem, Schedule
+from tiledsched.core.errors import CompilerError, ConfigError
 from tiledsched.core.files import OwnFolder
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.text import NOTHING, code, plural, short
 from tiledsched.report.document import Block, Heading, Paragraph, Table, write_document
 from tiledsched.studies.profile.run import find_program
