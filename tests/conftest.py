@@ -196,6 +196,14 @@ def launches(fresh, monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def home(monkeypatch, tmp_path):
+    """An empty folder, in which the database and the cache of commands and sessions are."""
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
+    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
 def quiet():
     """No warnings."""
     with warnings.catch_warnings():

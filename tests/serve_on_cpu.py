@@ -28,8 +28,8 @@ class Launches(list):
         self.runtime = runtime_on_cpu(self)
 
     def __call__(self, stream: int, grid: tuple[int, int, int], kernel: Any, args: tuple[Any, ...]) -> None:
-        from tiledsched.interpreter.host_arrays import as_numpy
         from tiledsched.interpreter.launch import run
+        from tiledsched.interpreter.programs import as_numpy
 
         self.append((stream, grid, kernel, args))
         run(kernel, grid, [as_numpy(each) for each in args])

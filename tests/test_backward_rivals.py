@@ -19,11 +19,10 @@ from tiledsched.kernels.attention.backends import FLASH_4
 from tiledsched.kernels.attention_backward import backends as rivals
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
 from tiledsched.kernels.attention_backward.reference import attention_gradients
-from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.own_methods import own_outputs
 from tiledsched.rivals.bench import details
-from tiledsched.rivals.methods import DETERMINISTIC, OURS, SERVED, case_error, make_case
+from tiledsched.rivals.methods import DETERMINISTIC, OURS, SERVED, as_tensors, case_error, make_case
 
 METHODS = methods_of(AttentionBackward)
 CUDNN, FLASH, VARLEN = rivals.TORCH_CUDNN, rivals.TORCH_FLASH, rivals.TORCH_VARLEN

@@ -24,12 +24,11 @@ from tiledsched.core.rivals import call_on
 from tiledsched.kernels.attention import Attention, backends
 from tiledsched.kernels.attention.inputs import places
 from tiledsched.measure.arrays import ProblemArrays
-from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.ops import plans, sdpa
 from tiledsched.ops.bench import methods_of
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
 from tiledsched.rivals.bench import details
-from tiledsched.rivals.methods import OURS, SERVED, case_error, make_case
+from tiledsched.rivals.methods import OURS, SERVED, as_tensors, case_error, make_case
 from tiledsched.serve.lookup import LookupTable
 
 METHODS = methods_of(Attention)

@@ -17,10 +17,10 @@ from store_samples import BACKENDS, PROBLEM, new_url
 from tiledsched.core.errors import ConfigError, DatabaseError
 from tiledsched.fleet.calibration import Control, is_outlier, spread_of
 from tiledsched.fleet.campaign import MISSED, CampaignPlan, Outcome
+from tiledsched.fleet.clock import retry_while_unavailable
 from tiledsched.fleet.gpus import Gpu, illness, visible
 from tiledsched.fleet.jobs import JOBS, find_job
 from tiledsched.fleet.leases import Leases, expected
-from tiledsched.fleet.retry import retry_while_unavailable
 from tiledsched.fleet.status import read_status
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, LeaseRow, WorkerRow

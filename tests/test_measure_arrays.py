@@ -30,7 +30,7 @@ from tiledsched.core.errors import DeclarationError
 from tiledsched.core.launches import steps
 from tiledsched.core.storage import is_float, storage_type
 from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, launch_of, number, pack
-from tiledsched.measure.torch_arrays import as_stored, as_tensors
+from tiledsched.rivals.methods import as_stored, as_tensors
 
 KERNEL_PARAMETER, KERNEL_PARAMETER_V2 = 0x17, 0x45
 """Attributes of `.nv.info` that describe a parameter, by cuobjdump's names EIATTR_KPARAM_INFO and ..._V2."""

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from tiledsched.measure import timing
+from tiledsched.measure.estimate import median_interval, probability_not_slower, relative_spread, relative_uncertainty
 from tiledsched.measure.runner import Conditions, GapTrial
-from tiledsched.measure.statistics import median_interval, probability_not_slower, relative_spread, relative_uncertainty
 from tiledsched.measure.timing import calibrate, sample_rounds, steady_gap
 
 

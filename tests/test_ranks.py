@@ -18,22 +18,15 @@ from tiledsched.serve.ranks import choice_digest, differ
 from tiledsched.store.db import TuningDB
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
 def test_the_digest_changes_with_what_would_be_served_and_with_nothing_else(home, monkeypatch) -> None:
     monkeypatch.setattr("tiledsched.serve.entries.compiler_at_hand", lambda: TOOLCHAIN.tileiras)
     first = choice_digest()
-    with TuningDB.open(home / "x.db") as db:
+    with TuningDB.open(home / "tuning.db") as db:
         assert choice_digest() == first
         db.put_entry(entry("modelled", device_name=DEVICE.name))
     second = choice_digest()
     assert second != first
-    with TuningDB.open(home / "x.db") as db:
+    with TuningDB.open(home / "tuning.db") as db:
         db.record_builds([build()])
         assert choice_digest() == second
         db.record_builds([build(FAILURE)])
@@ -81,7 +74,7 @@ def test_ranks_that_differ_are_named(home, monkeypatch) -> None:
 def test_a_campaigns_bundle_is_named_by_its_contents(home, cli) -> None:
     problems = [Softmax.problem(rows=64, columns=columns) for columns in (64, 128)]
     cli("tune softmax --arch sm_90 --problem rows=64,columns=64:128 --runner none --trials 1")
-    with TuningDB.open(home / "x.db") as db:
+    with TuningDB.open(home / "tuning.db") as db:
         leases = Leases(db)
         campaign = leases.open(CampaignPlan(job="tune", kernel=Softmax.locator(), problems={"sm_90": problems}))
         worker = leases.join(campaign.id, hostname="here", pid=1, gpu="GPU", device_name="", arch="sm_90")

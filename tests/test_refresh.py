@@ -59,11 +59,9 @@ def put_measured(db, taken, compiler, source_hash="abc", **more) -> None:
 
 
 @pytest.fixture
-def db(tmp_path, monkeypatch):
+def db(home):
     """An empty database, which commands and sessions use."""
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    with TuningDB.open(tmp_path / "x.db") as db:
+    with TuningDB.open(home / "tuning.db") as db:
         yield db
 
 
@@ -352,7 +350,7 @@ def test_rivals_that_were_not_timed_or_in_another_version_are(db, monkeypatch) -
     assert [each.name for each in db.entries()[0].rivals] == ["torch_flash", "flash_attention_4"]
     assert len(refreshed(first, rivals=Races(torch_flash="torch 2.12")).rivals) == 1
     # What is kept of another source or under another compiler is looked at as well.
-    monkeypatch.setattr(Attention, "source_hash", lambda: "another source")
+    monkeypatch.setattr(Attention, "source_hash", lambda: "a" * 12)
     for compiler, version in ((first, "torch 2.14"), (second, "torch 2.13")):
         report = refreshed(compiler, rivals=Races(torch_flash=version))
         assert [row.outcome for row in report.rows] == [KEPT]
@@ -378,7 +376,7 @@ def test_the_command(db, cli, words, code, said) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_what_ships_is_built_by_this_compiler(tmp_path, db, cli) -> None:
+def test_what_ships_is_built_by_this_compiler(home, db, cli) -> None:
     """Both compilers' entries ship: with either the evidence stands, of this source as it is or of the same machine code."""
     assert installed_toolchain().tileiras == compiler_at_hand()
     assert compiler_at_hand().startswith(RELEASES)
@@ -388,7 +386,7 @@ def test_what_ships_is_built_by_this_compiler(tmp_path, db, cli) -> None:
     said = cli(command).out
     assert "2 of tileiras" in said  # once kept, current
     assert said.count("its machine code is another") == found["to_race"]
-    with TuningDB.open(tmp_path / "x.db") as db:
+    with TuningDB.open(home / "tuning.db") as db:
         assert len(db.entries()) == len(db.measurements()) == found["kept"]
         assert db.check() == []
         assert all(each.updated_at > datetime(2026, 11, 1, tzinfo=timezone.utc) for each in db.entries())

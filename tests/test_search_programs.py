@@ -27,7 +27,7 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, Failure, FailureKind, NoRoomError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.fleet.retry import is_full
+from tiledsched.fleet.clock import is_full
 from tiledsched.kernels.attention import Attention
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.builder import Builder

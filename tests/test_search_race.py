@@ -14,8 +14,8 @@ from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.estimate import median_interval
 from tiledsched.measure.runner import Batch, Candidate, Checked, Conditions, Failed, Measurement
-from tiledsched.measure.statistics import median_interval
 from tiledsched.tuning.race import MOST_NEAR, RULES, Rules, near, race, settle
 
 ACCURACY = Accuracy(max_abs_error=1e-3, worst_tile_error=5e-4, worst_tile=(0, 0, 0), repeatable=True)

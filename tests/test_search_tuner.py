@@ -30,8 +30,7 @@ from tiledsched.report import build_report
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.tuning.builder import Builder
-from tiledsched.tuning.effort import EFFORTS
-from tiledsched.tuning.options import TuneOptions
+from tiledsched.tuning.options import EFFORTS, TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
 from tiledsched.tuning.search import NO_SEARCH
 from tiledsched.tuning.tuner import Tuner
@@ -252,7 +251,7 @@ def test_times_in_graphs_are_not_reused(db) -> None:
 
 CHANGES = {
     "compiler": lambda recorded: {"toolchain": dataclasses.replace(recorded.toolchain, tileiras="13.5.1")},
-    "source": lambda recorded: {"source_hash": "another"},
+    "source": lambda recorded: {"source_hash": "a" * 12},
 }
 
 
@@ -264,7 +263,7 @@ def test_machine_code_that_another_compiler_or_source_gives_again_is_not_measure
     assert (second.measured, second.programs, second.entry.schedule) == (0, first.programs, first.entry.schedule)
     assert 16 <= recorded.compiled - compiled < 32  # what was measured, and not what was only built
     assert (second.entry.source_hash, second.entry.toolchain.tileiras) == (
-        ("another", recorded.toolchain.tileiras) if change == "source" else (Attention.source_hash(), "13.5.1")
+        ("a" * 12, recorded.toolchain.tileiras) if change == "source" else (Attention.source_hash(), "13.5.1")
     )
 
 

@@ -190,8 +190,7 @@ class Stopping(Harness):
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+def test_a_study_goes_on_where_it_stopped(home, tmp_path, monkeypatch):
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds
     tuned = []
 

@@ -171,11 +171,11 @@ def test_a_configuration_stands_once(db, landscape) -> None:
             for each in landscape().measurements
         ]
 
-    db.record_measurement(None, "attention", "moved", TOOLCHAIN, taken(SLOWER, 140.0))
-    assert found() == [(SOURCE, "a" * 24, 100.0), ("moved", SLOWER.id * 2, 140.0)]
-    assert t4_metadata(landscape())["metadata"]["tiledsched"]["source_hash"] == "moved"
+    db.record_measurement(None, "attention", "b" * 12, TOOLCHAIN, taken(SLOWER, 140.0))
+    assert found() == [(SOURCE, "a" * 24, 100.0), ("b" * 12, SLOWER.id * 2, 140.0)]
+    assert t4_metadata(landscape())["metadata"]["tiledsched"]["source_hash"] == "b" * 12
     add_times(db, {FASTEST: 110.0}, fingerprints={FASTEST: "b" * 24})
-    assert found() == [(SOURCE, "b" * 24, 110.0), ("moved", SLOWER.id * 2, 140.0)]
+    assert found() == [(SOURCE, "b" * 24, 110.0), ("b" * 12, SLOWER.id * 2, 140.0)]
 
 
 def test_a_kernel_that_is_not_known_here_is_exported(tmp_path) -> None:

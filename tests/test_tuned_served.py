@@ -52,11 +52,9 @@ class Slow(Machine):
 
 
 @pytest.fixture
-def kernel(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "first.py").write_text(SCALE.replace("NAME", "First"))
-    return load_kernel(f"{tmp_path}/first.py:First")
+def kernel(home):
+    (home / "first.py").write_text(SCALE.replace("NAME", "First"))
+    return load_kernel(f"{home}/first.py:First")
 
 
 def tune(kernel, problems, machine, **options):

@@ -252,13 +252,11 @@ def test_a_kernel_without_suites_wants_problems_and_one_at_a_prompt_cannot_be_tu
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(home, monkeypatch):
     """An empty folder with the tutorial's softmax.py in it."""
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(home)
     Path("softmax.py").write_text(SOFTMAX)
-    return tmp_path
+    return home
 
 
 def checked(source, *columns, schedules=1):

@@ -78,11 +78,8 @@ def write(path: Path, programs=None, *, entries=(), source_hash=None, compiler="
 
 
 @pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+def no_bundle(home, monkeypatch):
     monkeypatch.delenv("TILEDSCHED_BUNDLE", raising=False)
-    return tmp_path
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ from tiledsched.fleet.local_store import what_is_known
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import BuildRecord, StoredMeasurement
-from tiledsched.tuning.effort import EFFORTS
+from tiledsched.tuning.options import EFFORTS
 
 T = TypeVar("T")
 HOST_GPUS = 8

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from tiledsched.core.config import warn_once
+from tiledsched.core.config import log, warn_once
 from tiledsched.core.files import make_private, others_may_change, read_bounded, write_whole
 
-log = logging.getLogger("tiledsched")
 Facts = TypeVar("Facts")
 MAGIC = b"TILESEALED1 "
 """Begins each file. The checksum of what follows, SHA-256 in hexadecimal digits, and a line break come next."""

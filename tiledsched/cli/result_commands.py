@@ -246,8 +246,7 @@ def explain(
     from tiledsched.serve.explain import explain_problem
 
     arch, chosen = run.arch(arch), run.settings(**settings)
-    spaces = [chosen_space(arch, kernel, space)] if space else []
-    table = load_table(chosen, kernel=kernel, archs={arch}, spaces=spaces)
+    table = load_table(chosen, kernel=kernel, archs={arch}, spaces=[chosen_space(arch, kernel, space)] if space else [])
     device = device or _device_here([each.name for each in run.gpus() if each.arch == arch], table.device_names(arch))
     found = [
         explain_problem(table, each, arch, device, chosen.sources) for each in named_problems(kernel, problem, suite)

@@ -343,10 +343,8 @@ def refresh(
             if seen and not problems:
                 note(f"tiledsched: nothing of {each.name} that was seen is measured; run: tiledsched tune --seen")
                 continue
-            left_s = None if chosen.budget_s is None else max(0.0, ends - time.monotonic())
-            now = replace(chosen, budget_s=left_s)
-            command = {"words": run.words}
-            reports.append(session.refresh(each, problems or None, now, watcher=watcher, command=command))
+            now = replace(chosen, budget_s=None if chosen.budget_s is None else max(0.0, ends - time.monotonic()))
+            reports.append(session.refresh(each, problems or None, now, watcher=watcher, command={"words": run.words}))
     if run.json:
         run.print({"kernels": [each.to_json() for each in reports]} if seen else reports[0].to_json())
     else:

@@ -22,6 +22,8 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import kind_of_file, read_toml, user_folder
 from tiledsched.core.schedule import KnobValue
 
+log = logging.getLogger("tiledsched")
+"""Where every part of the package says what people may want to know."""
 PREFIX = "TILEDSCHED_"
 PROJECT_FILE = "tiledsched.toml"
 SETTINGS: dict[str, tuple[str, ...] | type] = {
@@ -194,7 +196,7 @@ def load_settings(
 @functools.cache
 def warn_once(message: str) -> None:
     """Warn of something, once in the life of this process."""
-    logging.getLogger("tiledsched").warning("%s", message)
+    log.warning("%s", message)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -291,7 +291,6 @@ def array(
         distinct: for integers: whether no value but the sentinels occurs twice.
         first, last: for integers: the first and the last value along the last axis, each a number or a size.
     """
-    sentinels = sentinel if isinstance(sentinel, tuple) else (sentinel,)
     return ArrayField(
         shape=shape,
         role="in",
@@ -300,7 +299,7 @@ def array(
         when=when,
         least=least,
         below=below,
-        sentinels=sentinels,
+        sentinels=sentinel if isinstance(sentinel, tuple) else (sentinel,),
         sorted=sorted,
         distinct=distinct,
         first=first,

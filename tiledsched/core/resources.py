@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,3 +73,11 @@ def ctas_per_sm(arch: str, registers: int, threads: int, shared_bytes: int) -> i
     reserved = SYSTEM_SHARED_BYTES if int(arch[3:]) < 90 else 0
     by_shared = SHARED_BYTES_PER_SM.get(arch, 228) * 1024 // max(1, shared_bytes + reserved)
     return max(1, min(by_registers, by_threads, by_shared))
+
+
+def grid_blocks(tiles: int, s: Mapping[str, Any], device: Any, *, persistent: bool) -> int:
+    """Blocks of a grid: one for each of `tiles`, or where that is fewer, of a persistent grid, as many as fit on the GPU at once
+    according to the occupancy hint of the schedule `s`.
+    """
+    resident = device.sm_count * max(1, int(s["occupancy"])) // int(s.get("num_ctas", 1))
+    return min(tiles, max(1, resident)) if persistent else tiles

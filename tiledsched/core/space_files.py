@@ -233,8 +233,7 @@ def _knob(path: Path, name: str, table: Mapping[str, Any]) -> Knob:
     measured_only = table.get("measured_only", False)
     if not isinstance(measured_only, bool):
         raise SpaceError(f"{path}: knobs.{name}.measured_only must be true or false, got {measured_only!r}")
-    about = str(table.get("about", ""))
-    return Knob(choices=tuple(choices), default=default, about=about, measured_only=measured_only)
+    return Knob(choices=tuple(choices), default=default, about=str(table.get("about", "")), measured_only=measured_only)
 
 
 def _constraint(path: Path, index: int, table: Any, known: set[str], words: set[str]) -> Constraint:

@@ -31,10 +31,10 @@ from tiledsched.core.errors import (
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import Answer, Campaign, Lease, Outcome, Setup
+from tiledsched.fleet.clock import RETRY_S, is_full, retry_while_unavailable
 from tiledsched.fleet.jobs import Job, find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local_store import LocalStore, remove, whole
-from tiledsched.fleet.retry import RETRY_S, is_full, retry_while_unavailable
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning import resources, samplers
 from tiledsched.tuning.session import Session

@@ -25,8 +25,7 @@ from sqlalchemy.orm import Session
 from tiledsched.core import canonical, errors, registry
 from tiledsched.core.problem import Problem
 from tiledsched.fleet.campaign import Campaign, CampaignPlan, FailedProblem, Lease, Outcome
-from tiledsched.fleet.clock import CLOCK, Clock
-from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
+from tiledsched.fleet.clock import CLOCK, RETRY_S, Clock, retry_while_unavailable
 from tiledsched.store import records, writing
 from tiledsched.store.db import TuningDB
 from tiledsched.store.models import AttemptRow, CampaignRow, ControlRow, LeaseRow, ProblemRow, UtcDateTime, WorkerRow

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from tiledsched.build.pool import default_jobs
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.fleet.campaign import Campaign
-from tiledsched.fleet.clock import CLOCK, Clock
+from tiledsched.fleet.clock import CLOCK, RETRY_S, Clock, retry_while_unavailable
 from tiledsched.fleet.gpus import Gpu, gpus_here
 from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
-from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
 from tiledsched.fleet.worker import POLL_S, STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 

@@ -23,11 +23,11 @@ from tiledsched.build.pool import default_jobs
 from tiledsched.core import extras, registry
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.fleet.campaign import Campaign
+from tiledsched.fleet.clock import RETRY_S, retry_while_unavailable
 from tiledsched.fleet.gpus import Gpu, gpus_of_driver, visible
 from tiledsched.fleet.jobs import find_job
 from tiledsched.fleet.leases import Leases
 from tiledsched.fleet.local import Worked
-from tiledsched.fleet.retry import RETRY_S, retry_while_unavailable
 from tiledsched.fleet.worker import POLL_S, STOP_S, Heart, Worker
 from tiledsched.store.db import TuningDB
 

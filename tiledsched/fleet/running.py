@@ -7,7 +7,7 @@ from typing import Any
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import config, errors, problem, problem_lists, registry
-from tiledsched.fleet import local, retry, status
+from tiledsched.fleet import clock, local, status
 from tiledsched.fleet.campaign import CampaignPlan, Limits
 from tiledsched.fleet.gpus import gpus_here
 from tiledsched.fleet.jobs import JOBS, find_job
@@ -93,7 +93,7 @@ def run(
     registry.allow(
         planned.kernel, *filter(None, [planned.options.get("sampler")])
     )  # the user named them: the database's row may
-    with retry.retry_while_unavailable(lambda: TuningDB.open(url)) as opened:
+    with clock.retry_while_unavailable(lambda: TuningDB.open(url)) as opened:
         leases = Leases(opened)
         campaign = leases.open(planned)
         say(f"campaign {campaign.id}: see it with: tiledsched fleet status {campaign.id}")

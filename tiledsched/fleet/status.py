@@ -133,14 +133,13 @@ def read_status(leases: Leases, campaign_id: str) -> FleetStatus:
         rate = _rate(session, campaign, now)
         workers = _workers(session, campaign, now, ends)
     left = counts["waiting"] + counts["leased"]
-    left_s = left / rate * 3600 if rate and left and campaign.status == "running" else None
     return FleetStatus(
         campaign=campaign,
         **counts,
         late=sum(count for (_, outcome), count in ends.items() if outcome == Outcome.LATE),
         lost=sum(each.faults for each in workers),
         rate_per_hour=rate,
-        left_s=left_s,
+        left_s=left / rate * 3600 if rate and left and campaign.status == "running" else None,
         workers=workers,
         spread=spread_of(controls_of(leases.db, campaign.id)),
         failures=leases.failures(campaign.id),

@@ -6,7 +6,6 @@ down the child alone. That is also why no timeout of a scheduler is needed, whic
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from tiledsched.core import processes, registry
+from tiledsched.core.config import log
 from tiledsched.core.errors import DatabaseError, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.fleet import calibration, status
@@ -41,8 +41,6 @@ COOLING_S = 60.0
 """How long a GPU that is throttled by heat is left to cool before it goes on."""
 ROOM_S = 60.0
 """How long, in all, a worker waits for room on a full disk before that counts as a fault."""
-
-log = logging.getLogger("tiledsched")
 
 
 class ChildLostError(Exception):

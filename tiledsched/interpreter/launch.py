@@ -9,17 +9,20 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 
+from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.blame import author_line, describe
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.launches import annotated, scratch, steps
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import poison, storage_type, tile_type
-from tiledsched.interpreter import memory, products, reductions, shapes  # noqa: F401
+from tiledsched.interpreter import memory, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.contraction import Arithmetic, implementations
@@ -34,11 +37,6 @@ from tiledsched.interpreter.values import (
     UnsupportedOperationError,
     in_range,
 )
-
-if TYPE_CHECKING:
-    from tiledsched.core.arrays import ArraySpec
-    from tiledsched.core.problem import KernelClass, Problem
-    from tiledsched.core.schedule import Schedule
 
 DispatchMode: Any = load_dispatch_mode()
 Grid = int | tuple[int, ...]

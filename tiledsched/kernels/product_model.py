@@ -60,8 +60,7 @@ class ProductCost(Cost):
 
     def step_cycles(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int) -> float:
         """Cycles in which each of `resident` blocks on an SM gets through one step of its main loop."""
-        by_tma = spec.producer_warps > 0 and (not p.odd or bool(s["PAD"]))
-        return step_cycles(s, facts, spec, resident, by_tma=by_tma)
+        return step_cycles(s, facts, spec, resident, by_tma=spec.producer_warps > 0 and (not p.odd or bool(s["PAD"])))
 
     def dram_bytes(self, p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
         """Device-memory traffic while `slots` blocks run at once."""

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import tiledsched.core.fields as ts
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.product_model import tile_columns
+
+Launch = tuple[Callable[..., None], tuple[int, ...]]
+"""A function of tile code, and its grid."""
 
 MODELS = {
     "llama_8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
@@ -20,6 +29,27 @@ FEWEST_COMBINED_COLUMNS = 32
 """Fewest columns of a combining tile that divides C: a row is then 128 bytes of partial sums."""
 TMA_BYTES = 16
 """Rows must start at multiples of this many bytes for the TMA unit."""
+
+
+class ProductSimilarity(Similarity):
+    """How products of all rows of A with one B compare."""
+
+    def bucketed(self, p: Any) -> Any:
+        """The product of about as many rows of A: the tokens of a model, whose weights have sizes of their own."""
+        return p.replace(m=about(p.m))
+
+
+class Product:
+    """What the declarations of products of all rows of A with one B share; each is a :class:`Kernel`, too."""
+
+    m = ts.dim()
+    n = ts.dim()
+    k = ts.dim()
+
+    @staticmethod
+    def flops(p: Problem) -> float:
+        """A multiply-add is two."""
+        return 2.0 * p.m * p.n * p.k
 
 
 def row_bytes(run: int, item: int = 2) -> bool:
@@ -39,3 +69,24 @@ def combine_tile(p: Problem) -> tuple[int, int, bool]:
     if columns < FEWEST_COMBINED_COLUMNS or rows * columns < COMBINE_ELEMENTS // 16:
         return 8, COMBINE_ELEMENTS // 8, False
     return rows, columns, True
+
+
+def product_launches(
+    p: Problem,
+    s: Schedule,
+    device: Any,
+    product: Callable[..., None],
+    partial: Callable[..., None],
+    combine: Callable[..., None],
+) -> list[Launch]:
+    """The launch of `product`; where blocks share the walk over k, that of `partial`, and of what combines their sums."""
+    blocks = grid_blocks(work_tiles(p, s), s, device, persistent=bool(s["PERSISTENT"]))
+    if s["SPLIT_K"] == 1:
+        return [(product, (blocks,))]
+    rows, columns, _ = combine_tile(p)
+    return [(partial, (blocks,)), (combine, (-(-p.m // rows), -(-p.n // columns)))]
+
+
+def combine_constants(p: Problem) -> dict[str, Any]:
+    """The constants of the tiles that sum partial products."""
+    return dict(zip(("COMBINE_M", "COMBINE_N", "COMBINE_EVEN"), combine_tile(p), strict=True))

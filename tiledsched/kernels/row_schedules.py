@@ -13,11 +13,10 @@ import tiledsched.core.fields as ts
 from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm
+from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import is_shipped
-from tiledsched.kernels.persistent import resident_blocks
 
 LOADS = ("plain", "tma", "gather")
 """How rows move; the kernel sees the index."""
@@ -111,8 +110,7 @@ class RowKernel(OneFunction):
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
         """One block per tile of rows; as many as fit at once where blocks are persistent."""
-        tiles = -(-p.rows // s.number("TILE_ROWS"))
-        return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
+        return (grid_blocks(-(-p.rows // s.number("TILE_ROWS")), s, device, persistent=bool(s["PERSISTENT"])),)
 
 
 def row_coverage(p: Problem, s: Schedule) -> tuple[int, bool]:

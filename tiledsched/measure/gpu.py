@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 from tiledsched.core.blame import first_line
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.config import log
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import KernelClass, Problem
@@ -25,7 +25,6 @@ from tiledsched.measure.nvml import expected_name
 from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
 from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
 
-log = logging.getLogger("tiledsched")
 WORKER_COMMAND = python_command("tiledsched.measure.worker")
 END_TIMEOUT_S = 60.0
 """How long a killed worker may take to go: the driver first tears its context down."""

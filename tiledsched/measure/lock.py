@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import getpass
-import logging
 import os
 import re
 import stat
@@ -22,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiledsched.core.config import load_settings
+from tiledsched.core.config import load_settings, log
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.files import user_folder
 from tiledsched.measure.nvml import current_gpu
@@ -32,8 +31,6 @@ FOLDER = Path("/tmp")
 POLL_S = 0.5
 LONGEST = 160
 """Characters that are shown of a holder."""
-
-log = logging.getLogger("tiledsched")
 _held: dict[str, GpuLock] = {}
 _changing = threading.Lock()
 

@@ -10,11 +10,12 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from tiledsched.measure.estimate import relative_spread
 from tiledsched.measure.runner import Conditions, GapTrial
-from tiledsched.measure.statistics import relative_spread
 
 BURST_GAP_S = 0.010
 """Start-to-start distance of paced launches where none was calibrated. On an H200 it serves every kernel."""
@@ -94,23 +95,73 @@ def sample_rounds(
         gap_s: burst only: start-to-start distance of launches.
         warmup_s: sustained only: how long launches run before samples count.
     """
-    if regime == "burst":
-        return _burst(watch, count, rounds, rng, log, gap_s)
-    return _sustained(watch, count, rounds, rng, log, warmup_s)
-
-
-def _burst(watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log, gap_s: float) -> list[list[float]]:
+    order = [index for _ in range(rounds) for index in rng.sample(range(count), count)]
+    # At the power cap the next round is queued while one runs.
+    taken = (
+        paced(watch, order, gap_s=gap_s)
+        if regime == "burst"
+        else back_to_back(watch, order, queued=count, warmup_s=warmup_s)
+    )
     samples: list[list[float]] = [[] for _ in range(count)]
-    next_start = time.perf_counter()
-    for _ in range(rounds):
-        for index in rng.sample(range(count), count):
-            pause = next_start - time.perf_counter()
-            if pause > 0:
-                time.sleep(pause)
-            next_start = time.perf_counter() + gap_s
-            samples[index].append(watch.read(watch.queue(index, paced=True)))
-        log.poll()
+    for number, (index, microseconds) in enumerate(taken, start=1):
+        samples[index].append(microseconds)
+        if number % count == 0:
+            log.poll()
     return samples
+
+
+def paced(
+    watch: Stopwatch, order: Iterable[int], *, gap_s: float, rest: float = 0.0, clock: Any = time
+) -> Iterator[tuple[int, float]]:
+    """Candidate and microseconds of launches one after the other.
+
+    Args:
+        watch: launches and times.
+        order: the candidates.
+        gap_s: seconds from the beginning of one launch to the next, at least...
+        rest: ...and this many times what the first of the two took.
+        clock: tells the time by `perf_counter` and waits by `sleep`, both in seconds.
+    """
+    next_start = clock.perf_counter()
+    for index in order:
+        pause = next_start - clock.perf_counter()
+        if pause > 0:
+            clock.sleep(pause)
+        start = clock.perf_counter()
+        microseconds = watch.read(watch.queue(index, paced=True))
+        next_start = start + max(gap_s, rest * microseconds / 1e6)
+        yield index, microseconds
+
+
+def back_to_back(
+    watch: Stopwatch, order: Sequence[int], *, queued: int, warmup_s: float, clock: Any = time
+) -> Iterator[tuple[int, float]]:
+    """Candidate and microseconds of launches without a pause, so that the GPU never waits.
+
+    Args:
+        watch: launches and times.
+        order: the candidates.
+        queued: launches that are queued behind the one whose time is read.
+        warmup_s: seconds of launches in the same order that come before and do not count.
+        clock: as for :func:`paced`.
+    """
+    ahead: deque[tuple[int, Any, bool]] = deque()
+    warm_at = clock.perf_counter() + warmup_s
+    warming_up = itertools.takewhile(lambda index: clock.perf_counter() < warm_at, itertools.cycle(order))
+    launches = itertools.chain(((index, False) for index in warming_up), ((index, True) for index in order))
+
+    def read_oldest() -> Iterator[tuple[int, float]]:
+        index, events, counts = ahead.popleft()
+        microseconds = watch.read(events)
+        if counts:
+            yield index, microseconds
+
+    for index, counts in launches:
+        ahead.append((index, watch.queue(index, paced=False), counts))
+        if len(ahead) > queued:
+            yield from read_oldest()
+    while ahead:
+        yield from read_oldest()
 
 
 def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[float] | None = None) -> list[GapTrial]:
@@ -127,7 +178,8 @@ def calibrate(watch: Stopwatch, *, log: Callable[[], Log], gaps_s: Sequence[floa
     for gap_s in chosen if len(chosen) > 1 else [chosen[0], 2 * chosen[0]]:  # one alone is compared with nothing
         readings = log()
         count = max(LONG_TRIAL_SAMPLES if gap_s > GAPS_S[-1] else TRIAL_SAMPLES, int(TRIAL_S / gap_s) if gap_s else 0)
-        samples = _burst(watch, 1, count + 2, random.Random(0), readings, gap_s)[0][2:]
+        rng, burst = random.Random(0), "burst"
+        samples = sample_rounds(watch, 1, rounds=count + 2, regime=burst, rng=rng, log=readings, gap_s=gap_s)[0][2:]
         trials.append(
             GapTrial(
                 gap_ms=gap_s * 1e3,
@@ -154,28 +206,3 @@ def _first_steady(trials: Sequence[GapTrial]) -> GapTrial | None:
         if trial.spread <= STEADY_SPREAD and abs(longer.median_us / trial.median_us - 1) <= STEADY_STEP:
             return trial
     return None
-
-
-def _sustained(
-    watch: Stopwatch, count: int, rounds: int, rng: random.Random, log: Log, warmup_s: float
-) -> list[list[float]]:
-    """The GPU never waits: while one round runs, the next is queued behind it."""
-    samples: list[list[float]] = [[] for _ in range(count)]
-    warm_at = time.perf_counter() + warmup_s
-    ahead = _queue_round(watch, count, rng)
-    while len(samples[0]) < rounds:
-        warm = time.perf_counter() > warm_at
-        running, ahead = ahead, _queue_round(watch, count, rng)
-        for index, queued in running:
-            microseconds = watch.read(queued)
-            if warm:
-                samples[index].append(microseconds)
-        if warm:
-            log.poll()
-    for _, queued in ahead:
-        watch.read(queued)
-    return samples
-
-
-def _queue_round(watch: Stopwatch, count: int, rng: random.Random) -> list[tuple[int, Any]]:
-    return [(index, watch.queue(index, paced=False)) for index in rng.sample(range(count), count)]

@@ -13,13 +13,14 @@ from typing import Any
 
 from tiledsched.checking.errors import NOT_FINITE, Error, error_of
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
-from tiledsched.core.cases import expected_outputs, output_specs, random_inputs
+from tiledsched.core.cases import Arrays as Stored
+from tiledsched.core.cases import expected_outputs, input_specs, output_specs, random_inputs
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 from tiledsched.core.rivals import Arrays, Call, Function, Method, RivalCase, called
+from tiledsched.core.storage import storage_type, tile_type
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
-from tiledsched.measure.torch_arrays import as_tensors
 from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
 
 OURS = "tiledsched"
@@ -198,8 +199,7 @@ def try_call(torch: Any, call: Call, flush: Any, looks: int = LOOKS) -> Trial:
     """
     host_us = host_cost_us(torch, call)
     watch = TorchStopwatch(torch, [call], flush, host_us=host_us)
-    look_us = min(watch.read(watch.queue(0, paced=True)) for _ in range(looks))
-    return Trial(call=call, look_us=look_us, host_us=host_us)
+    return Trial(call=call, look_us=min(watch.read(watch.queue(0, paced=True)) for _ in range(looks)), host_us=host_us)
 
 
 def capture_short(watch: TorchStopwatch, trials: Sequence[Trial]) -> list[int]:
@@ -212,3 +212,38 @@ def capture_short(watch: TorchStopwatch, trials: Sequence[Trial]) -> list[int]:
         else 0
         for index, each in enumerate(trials)
     ]
+
+
+# Arrays as they lie in memory, and torch's tensors that share it
+
+
+def as_tensors(torch: Any, problem: Problem, stored: Stored) -> tuple[Any, ...]:
+    """Arrays as they lie in memory, as torch tensors of their own types that share it, in the order declared. Two numbers of
+    float4_e2m1fn are an element of uint8."""
+    found = []
+    for spec in input_specs(problem.declaration, problem):
+        value = stored[spec.name]
+        found.append(
+            [_as_tensor(torch, each, spec) for each in value] if spec.listed else _as_tensor(torch, value, spec)
+        )
+    return tuple(found)
+
+
+def _as_tensor(torch: Any, array: Any, spec: ArraySpec) -> Any:
+    """DLPack has no unsigned 16-bit bits of a bfloat16: bits travel as signed integers, and are seen as what they are."""
+    wanted = getattr(torch, tile_type(spec.dtype).rstrip("_"))
+    if array.dtype.kind in "ub":
+        array = array.view(f"i{array.dtype.itemsize}" if array.dtype.itemsize > 1 or wanted != torch.uint8 else "u1")
+    tensor = torch.from_dlpack(array)
+    return tensor if tensor.dtype == wanted else tensor.view(wanted)
+
+
+def as_stored(torch: Any, xp: Any, tensor: Any, spec: ArraySpec) -> Any:
+    """The other way: a tensor as an array of NumPy's or CuPy's that holds its bits, as a spec says that it lies in memory."""
+    kind = storage_type(spec.dtype)
+    if kind == "bool" or kind.startswith("uint"):  # these may be the bits of a type that NumPy does not have
+        tensor = tensor.view(
+            getattr(torch, "uint8" if tensor.element_size() == 1 else f"int{8 * tensor.element_size()}")
+        )
+    array = xp.from_dlpack(tensor)
+    return array if str(array.dtype) == kind else array.view(kind)

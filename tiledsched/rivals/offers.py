@@ -8,12 +8,12 @@ which was tuned for none of them.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiledsched.core.config import log
 from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
@@ -21,7 +21,6 @@ from tiledsched.rivals.forecast import OURS, Forecast
 from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
 
-log = logging.getLogger("tiledsched")
 ELSEWHERE = -2
 """In place of a device's index: no CUDA device and not the CPU, which is -1."""
 SAME = 0.003

@@ -8,11 +8,11 @@ cubin as the first does, and rivals as a program would call them, in turn. The f
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from tiledsched.core.config import log
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
@@ -22,7 +22,6 @@ from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, RivalTime
 from tiledsched.measure.timing import BURST_GAP_S
 
-log = logging.getLogger("tiledsched")
 RIVAL_COMMAND = python_command("tiledsched.rivals.worker")
 ROUNDS = {"burst": 30, "sustained": 200}
 """Samples of each, by regime."""

@@ -7,16 +7,22 @@ affects all of them alike.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.measure.timing import BURST_GAP_S, SUSTAINED_REWARM_S, SUSTAINED_WARMUP_S, Log, Stopwatch
+from tiledsched.measure.timing import (
+    BURST_GAP_S,
+    SUSTAINED_REWARM_S,
+    SUSTAINED_WARMUP_S,
+    Log,
+    Stopwatch,
+    back_to_back,
+    paced,
+)
 
 LEAST_SAMPLES = 6
 """Samples of each method, whatever it costs: fewer than six give no 95% interval of the median."""
@@ -92,50 +98,18 @@ def sample_in_turn(
         log: polled along the way.
         pace: pauses and warm-up.
     """
-    order, take = spread_evenly(counts, rng), _burst if regime == "burst" else _sustained
+    order, clock = spread_evenly(counts, rng), pace.clock
+    if regime == "burst":
+        taken = paced(watch, order, gap_s=pace.gap_s, rest=REST, clock=clock)
+    else:
+        taken = back_to_back(watch, order, queued=QUEUED, warmup_s=pace.warmup_s, clock=clock)
     samples: list[list[float]] = [[] for _ in counts]
     next_poll = 0.0
-    for index, microseconds in take(watch, order, pace):
+    for index, microseconds in taken:
         if not math.isnan(microseconds):
             samples[index].append(microseconds)
-        now = pace.clock.perf_counter()
+        now = clock.perf_counter()
         if now >= next_poll:  # not too often, since NVML takes its time, too
             next_poll = now + POLL_S
             log.poll()
     return samples
-
-
-def _burst(watch: Stopwatch, order: Sequence[int], pace: Pace) -> Iterator[tuple[int, float]]:
-    """One launch after the other, each with its distance from the one before: the method and its microseconds."""
-    clock = pace.clock
-    next_start = clock.perf_counter()
-    for index in order:
-        pause = next_start - clock.perf_counter()
-        if pause > 0:
-            clock.sleep(pause)
-        start = clock.perf_counter()
-        microseconds = watch.read(watch.queue(index, paced=True))
-        next_start = start + max(pace.gap_s, REST * microseconds / 1e6)
-        yield index, microseconds
-
-
-def _sustained(watch: Stopwatch, order: Sequence[int], pace: Pace) -> Iterator[tuple[int, float]]:
-    """Launches without a pause, `QUEUED` of them ahead of the one whose time is read; those of the warm-up are not given."""
-    clock = pace.clock
-    ahead: deque[tuple[int, Any, bool]] = deque()
-    warm_at = clock.perf_counter() + pace.warmup_s
-    warming_up = itertools.takewhile(lambda index: clock.perf_counter() < warm_at, itertools.cycle(order))
-    launches = itertools.chain(((index, False) for index in warming_up), ((index, True) for index in order))
-
-    def read_oldest() -> Iterator[tuple[int, float]]:
-        index, queued, counts = ahead.popleft()
-        microseconds = watch.read(queued)
-        if counts:
-            yield index, microseconds
-
-    for index, counts in launches:
-        ahead.append((index, watch.queue(index, paced=False), counts))
-        if len(ahead) > QUEUED:
-            yield from read_oldest()
-    while ahead:
-        yield from read_oldest()

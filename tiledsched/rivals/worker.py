@@ -24,9 +24,8 @@ from tiledsched.measure.arrays import Launch, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog
 from tiledsched.measure.runner import RivalTime
 from tiledsched.measure.timing import sample_rounds
-from tiledsched.measure.torch_arrays import as_stored, as_tensors
 from tiledsched.measure.torch_timing import TorchStopwatch
-from tiledsched.rivals.methods import Trial, as_list, capture_short, outputs_by_name, try_call
+from tiledsched.rivals.methods import Trial, as_list, as_stored, as_tensors, capture_short, outputs_by_name, try_call
 from tiledsched.rivals.races import rival_time
 
 LONGEST = 200

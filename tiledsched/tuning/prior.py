@@ -10,11 +10,11 @@ from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from tiledsched.build.cubin import ResourceFacts
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.clocks import describe_throttling

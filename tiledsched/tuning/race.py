@@ -9,7 +9,6 @@ paired signed-rank test in place of Hoeffding's bound, as Birattari et al. use a
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
@@ -17,15 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiledsched.checking.accuracy import Accuracy
+from tiledsched.core.config import log
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.measure.estimate import Timing
+from tiledsched.measure.estimate import Timing, probability_not_slower, relative_uncertainty
 from tiledsched.measure.runner import Batch, Candidate, Conditions, Failed, Measurement, Runner
-from tiledsched.measure.statistics import probability_not_slower, relative_uncertainty
 from tiledsched.measure.timing import SHORT_US
 
-log = logging.getLogger("tiledsched")
 NEAR = 0.02
 """How much longer than the burst winner a schedule may take in the burst regime and still be served in its place, because it is
 faster by more than that at the power cap. Schedules that tie in the burst regime differ by up to 15% there

@@ -253,12 +253,11 @@ class Refresh:
             groups[entry.regime, entry.accum_mode].append(entry.problem)
         raced: dict[Place, Entry] = {}
         for (regime, accum_mode), problems in groups.items():
-            left_s = None if self._ends == math.inf else max(1.0, self._ends - time.monotonic())
             chosen = TuneOptions(
                 regime=regime,
                 accum_mode=accum_mode,
                 effort=self._options.effort,
-                budget_s=left_s,
+                budget_s=None if self._ends == math.inf else max(1.0, self._ends - time.monotonic()),
                 neighbours=self._options.neighbours,
                 runner="gpu",
                 numerics=self._options.numerics,

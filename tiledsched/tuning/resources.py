@@ -31,7 +31,6 @@ from tiledsched.tuning.options import is_list
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from tiledsched.build.pool import BuildPool
     from tiledsched.rivals.races import RivalRaces
     from tiledsched.store.db import TuningDB
     from tiledsched.tuning.builder import Builder

@@ -28,10 +28,8 @@ from tiledsched.measure.runner import REGIMES, Candidate, Checked, Failed, Measu
 from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, timed_as_now
 from tiledsched.store.records import Entry
 from tiledsched.tuning.builder import Builder, Key, Program
-from tiledsched.tuning.effort import EFFORTS
 from tiledsched.tuning.inert import SURE, InertChanges
-from tiledsched.tuning.numbers import NumbersKept, WantedNumbers
-from tiledsched.tuning.options import TuneOptions
+from tiledsched.tuning.options import EFFORTS, TuneOptions
 from tiledsched.tuning.prior import (
     Elsewhere,
     Shipped,
@@ -42,7 +40,7 @@ from tiledsched.tuning.prior import (
     winners_nearby,
 )
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
-from tiledsched.tuning.results import TuneResult
+from tiledsched.tuning.results import NumbersKept, TuneResult, WantedNumbers
 from tiledsched.tuning.samplers import OURS
 from tiledsched.tuning.study import ScheduleStudy, Trials
 from tiledsched.tuning.surrogate import Known

@@ -11,14 +11,15 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import optuna
 from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, RandomSampler
-from optuna.trial import TrialState, create_trial
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
@@ -31,10 +32,6 @@ from tiledsched.tuning.inert import InertChanges
 from tiledsched.tuning.race import Outcome
 from tiledsched.tuning.samplers import IN_ORDER, NUMBERS_ONLY, OURS, SAMPLERS, make_sampler
 from tiledsched.tuning.surrogate import Known, SurrogateSampler
-
-if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.trial import FrozenTrial
 
 Estimate = Callable[[Schedule, "ResourceFacts | None"], float]
 """Modelled microseconds of a schedule; the facts are None before it is built."""

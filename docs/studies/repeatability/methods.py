@@ -158,7 +158,7 @@ class TorchMethod:
             raise MeasureError(f"{error.name} is not installed; run: {installing('gpu')}") from error
         if not torch.cuda.is_available():
             raise MeasureError("torch sees no CUDA device; run: tiledsched doctor")
-        from tiledsched.measure.torch_arrays import as_tensors
+        from tiledsched.rivals.methods import as_tensors
 
         properties = torch.cuda.get_device_properties(0)
         self._device = DeviceFacts(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)

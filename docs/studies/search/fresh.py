@@ -29,7 +29,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.serve.entries import load_table
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning import session as tuning
-from tiledsched.tuning.effort import EFFORTS
+from tiledsched.tuning.options import EFFORTS
 
 ARCH = "sm_90"
 PROBLEMS = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from docs.studies.search import kernel_tuner, ours
 from docs.studies.search.field import Field
 from docs.studies.search.scores import Trace
-from tiledsched.tuning.effort import EFFORTS, Effort
+from tiledsched.tuning.options import EFFORTS, Effort
 
 LIMIT = 200
 """Measurements after which a method of others is given up."""

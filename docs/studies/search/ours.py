@@ -6,7 +6,7 @@ from docs.studies.landscapes import shape_of
 from docs.studies.search.field import Field
 from docs.studies.search.scores import Trace
 from tiledsched.core.device import arch_spec
-from tiledsched.tuning.effort import EFFORTS, Effort
+from tiledsched.tuning.options import EFFORTS, Effort
 from tiledsched.tuning.prior import estimator, known_elsewhere
 from tiledsched.tuning.samplers import OURS
 from tiledsched.tuning.study import ScheduleStudy

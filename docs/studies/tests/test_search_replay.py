@@ -14,7 +14,7 @@ from docs.studies.search.field import read_field
 from docs.studies.search.methods import METHODS
 from docs.studies.search.scores import DEPTHS, Run, Trace, read_runs, score, summarise
 from tiledsched.core.errors import ConfigError
-from tiledsched.tuning.effort import EFFORTS
+from tiledsched.tuning.options import EFFORTS
 
 NEEDS = {"optuna-gp": "torch", "optuna-cma-es": "cmaes", "kernel-tuner": "kernel_tuner"}
 SLOW = ("optuna-gp", "optuna-brute-force", "kernel-tuner-pso", "tiledsched-thorough", "tiledsched-thorough-warm")

@@ -14,7 +14,7 @@ from tiledsched.core.arrays import Tolerance
 from tiledsched.core.device import arch_spec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
@@ -38,7 +38,6 @@ from tiledsched.kernels.attention.tiling import (
     unroll,
     work_tiles,
 )
-from tiledsched.kernels.persistent import resident_blocks
 
 BLOCK_ORDERS = ("natural", "reversed", "heads_fastest", "swizzled")
 PERSISTENT_MODES = ("no", "strided", "snake")
@@ -245,10 +244,7 @@ class Attention(Kernel):
 
         A persistent grid has as many blocks as fit on the GPU at once, according to the occupancy hint.
         """
-        blocks = work_tiles(p, s) * splits(s)
-        if s["persistent"] != "no":
-            blocks = resident_blocks(blocks, s, device)
-        return (blocks,)
+        return (grid_blocks(work_tiles(p, s) * splits(s), s, device, persistent=s["persistent"] != "no"),)
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:

@@ -102,8 +102,7 @@ def triton(arrays: Arrays) -> Call:
     refuse_features(p)
     from tiledsched.kernels.attention.triton import triton_attention
 
-    bottom_right = p.alignment == "bottom_right"
-    return partial(triton_attention, *arrays.tensors, causal=p.causal, bottom_right=bottom_right)
+    return partial(triton_attention, *arrays.tensors, causal=p.causal, bottom_right=p.alignment == "bottom_right")
 
 
 def tilegym(arrays: Arrays) -> Call:

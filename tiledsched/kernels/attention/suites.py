@@ -243,8 +243,7 @@ def drawn(seed: int = 23) -> list[Values]:
         batch = about(1, min(64, 2**15 // rows))
         if task == "chunk":
             rows = about(64, 2048)
-            keys = rows + about(256, 16384)
-            return dict(seq_q=rows, seq_k=keys, causal=True, alignment="bottom_right", **sizes)
+            return dict(seq_q=rows, seq_k=rows + about(256, 16384), causal=True, alignment="bottom_right", **sizes)
         keys = about(32, 512) if task == "context" else rows
         return dict(seq_q=rows, seq_k=keys, batch=batch, causal=task == "prompt", **sizes)
 

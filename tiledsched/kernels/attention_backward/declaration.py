@@ -5,7 +5,6 @@ What runs on the GPU is in `tiles` and `entries` beside it; cuTile is imported w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import tiledsched.core.fields as ts
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.options import ARRAYS, FIELDS, MAX_HEAD_DIM, SIZES, feature_constants
@@ -20,9 +20,7 @@ from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.tiling import column_widths
 from tiledsched.kernels.attention_backward import problem
 from tiledsched.kernels.attention_backward.model import AttentionBackwardCost
-from tiledsched.kernels.attention_backward.similarity import AttentionBackwardSimilarity
 from tiledsched.kernels.attention_backward.suites import STANDARD, SUITES
-from tiledsched.kernels.persistent import resident_blocks
 
 LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
 """Largest relative Frobenius error that a tile of a gradient may have, by element type.
@@ -191,7 +189,7 @@ class AttentionBackward(Kernel):
     suites = SUITES
     default_suite = STANDARD
     cost = AttentionBackwardCost()
-    similarity = AttentionBackwardSimilarity()
+    similarity = problem.AttentionBackwardSimilarity()
     axes = ("seq_k", "head_dim", "causal", "dtype", "deterministic")
     plain = {
         "structure": "atomic",
@@ -414,5 +412,4 @@ def part_shape(p: Problem, s: Schedule, columns: int) -> tuple[int, ...]:
 def blocks(rows: int, tile: int, heads: int, p: Problem, s: Schedule, device: Any) -> tuple[int]:
     """The grid of a launch with a block for each tile of so many rows of all heads."""
     places = rows // tile + p.packed + 1 if p.packed else -(-rows // tile)
-    count = math.prod((places, heads))
-    return (resident_blocks(count, s, device) if s["persistent"] else count,)
+    return (grid_blocks(places * heads, s, device, persistent=bool(s["persistent"])),)

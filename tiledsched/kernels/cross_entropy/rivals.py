@@ -33,8 +33,7 @@ def quack(p: Problem) -> Function:
     """QuACK's cross entropy."""
     from quack.cross_entropy import cross_entropy_fwd
 
-    ignored = int(p.declaration.scalar_values(p)["ignore_index"])
-    return partial(cross_entropy_fwd, ignore_index=ignored, return_lse=True)
+    return partial(cross_entropy_fwd, ignore_index=int(p.declaration.scalar_values(p)["ignore_index"]), return_lse=True)
 
 
 METHODS = (

@@ -9,9 +9,9 @@ from typing import Any
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.glu.rivals import in_torch
-from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.row_schedules import LOADS, OneFunction, RowSimilarity, StreamingCost, TileDemand
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -84,8 +84,7 @@ class Glu(OneFunction, Kernel):
     @staticmethod
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
         """One block per tile; as many as fit at once where blocks are persistent."""
-        tiles = tiles_of(p, s)
-        return (resident_blocks(tiles, s, device) if s["PERSISTENT"] else tiles,)
+        return (grid_blocks(tiles_of(p, s), s, device, persistent=bool(s["PERSISTENT"])),)
 
     @staticmethod
     def reference(xp: Any, Gate: Any, Up: Any, activation: str) -> Any:

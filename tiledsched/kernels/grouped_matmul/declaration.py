@@ -13,19 +13,22 @@ import numpy
 
 import tiledsched.core.fields as ts
 from tiledsched.core.cases import Case, random_inputs
+from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity, about
-from tiledsched.kernels.grouped_matmul.model import GroupedMatmulCost, skewed_ends
 from tiledsched.kernels.grouped_matmul.rivals import raced
-from tiledsched.kernels.persistent import resident_blocks
+from tiledsched.kernels.product_model import ELEMENT_BYTES, SECOND_LAUNCH_US, ProductCost, dram_bytes, step_cycles
 from tiledsched.kernels.product_schedules import row_bytes
 
 FEWEST_GROUPS = 32
 """Least width of the vectors over all groups: a warp."""
 OFFSET_KINDS = ("even", "one", "alternate", "ends")
 """Kinds of offsets in the adversarial test inputs."""
+SKEW = 1.0
+"""Exponent by which the rows of a group fall with its rank in the random test inputs (Zipf's law)."""
 
 TOKENS = (64, 1024, 4096)
 """Tokens before each goes to several experts."""
@@ -49,6 +52,35 @@ SUITES: dict[str, list[dict[str, Any]]] = {
     for name, (experts, chosen, shapes) in MODELS.items()
 }
 """Tokens times weights that lie as `torch.nn.Linear` keeps them: `[experts, n, k]`, which is B column-major."""
+
+
+class GroupedMatmulCost(ProductCost):
+    """The time of a grouped product whose groups are of about one size."""
+
+    def bytes_moved(self, p: Problem) -> int:
+        """A and C once, and the matrix of each group that has rows in the random test inputs, on which problems are timed."""
+        read = numpy.count_nonzero(numpy.diff(skewed_ends(p.tokens, p.experts), prepend=0))
+        return super().bytes_moved(p) - int(p.experts - read) * p.k * p.n * ELEMENT_BYTES
+
+    def row_tiles(self, p: Problem, s: Schedule) -> int:
+        """Tiles of rows: every group has one that is not full."""
+        tile = s.number("TILE_M")
+        groups = min(p.experts, p.tokens)
+        return groups * -(-p.tokens // (groups * tile))
+
+    def step_cycles(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int) -> float:
+        """Cycles of a step. Exchanged operands exchange the sides of the tile."""
+        turned = s.replace(TILE_M=s["TILE_N"], TILE_N=s["TILE_M"]) if s["SWAP"] else s
+        return step_cycles(turned, facts, spec, resident, by_tma=spec.producer_warps > 0 and not p.odd)
+
+    def dram_bytes(self, p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
+        """Every group's matrix once, and beyond that what a product of one group would take."""
+        others = max(0, min(p.experts, p.tokens) - 1) * p.k * p.n * ELEMENT_BYTES
+        return others + dram_bytes(p, s, spec, slots)
+
+    def other_launches_us(self, p: Problem, s: Schedule, spec: ArchSpec) -> float:
+        """The list of tiles before the product."""
+        return SECOND_LAUNCH_US
 
 
 class GroupedMatmulSimilarity(Similarity):
@@ -155,9 +187,7 @@ class GroupedMatmul(Kernel):
         from tiledsched.kernels.grouped_matmul import tiles
 
         slots = most_tiles(p, s)
-        blocks = slots * -(-p.n // s.number("TILE_N"))
-        if s["PERSISTENT"]:
-            blocks = resident_blocks(blocks, s, device)
+        blocks = grid_blocks(slots * -(-p.n // s.number("TILE_N")), s, device, persistent=bool(s["PERSISTENT"]))
         return [(tiles.list_tiles, (slots,)), (tiles.grouped_matmul, (blocks,))]
 
     @staticmethod
@@ -220,3 +250,10 @@ def group_ends(kind: str, rows: int, groups: int) -> numpy.ndarray[Any, Any]:
     else:
         counts = numpy.ones(groups)
     return numpy.rint(numpy.cumsum(counts / counts.sum()) * rows).astype(numpy.int32)
+
+
+def skewed_ends(rows: int, groups: int) -> numpy.ndarray[Any, Any]:
+    """The ends of groups, int32, of the random test inputs: some groups have many rows, and some perhaps none."""
+    weights = 1.0 / numpy.arange(1, groups + 1) ** SKEW
+    order = numpy.random.default_rng(groups).permutation(groups)
+    return numpy.rint(numpy.cumsum(weights[order] / weights.sum()) * rows).astype(numpy.int32)

@@ -13,12 +13,18 @@ import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.similarity import Similarity, about
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.matmul.rivals import raced
-from tiledsched.kernels.persistent import resident_blocks
 from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
-from tiledsched.kernels.product_schedules import MODELS, combine_tile, row_bytes, work_tiles
+from tiledsched.kernels.product_schedules import (
+    MODELS,
+    Launch,
+    Product,
+    ProductSimilarity,
+    combine_constants,
+    product_launches,
+    row_bytes,
+)
 
 PAD_TILE = 64
 """Sides of the tiles in which operands are copied; the copies' sizes are multiples of it."""
@@ -61,17 +67,13 @@ SUITES = {
 }
 
 
-class MatmulSimilarity(Similarity):
+class MatmulSimilarity(ProductSimilarity):
     """How matrix products compare."""
 
     def rival_kind(self, p: Any) -> tuple[int, ...]:
         """The alignment of rows of A, B and C, in elements from 1 to 8. Below 8, cuBLAS may take several times as long."""
         runs = p.m if p.a_layout == "column" else p.k, p.k if p.b_layout == "column" else p.n, p.n
         return tuple(min(run & -run, ALIGNMENT // ELEMENT_BYTES) for run in runs)
-
-    def bucketed(self, p: Any) -> Any:
-        """The product of about as many rows of A: the tokens of a model, whose weights have sizes of their own."""
-        return p.replace(m=about(p.m))
 
     def loss_group(self, p: Any) -> str:
         """The group of problems for which the loss of a transferred schedule was measured."""
@@ -84,13 +86,10 @@ class MatmulSimilarity(Similarity):
         return (*sizes, *layouts, *(math.log2(run) / 2 for run in self.rival_kind(p)))
 
 
-class Matmul(Kernel):
+class Matmul(Product, Kernel):
     """C `[m, n]` = A `[m, k]` @ B `[k, n]`, accumulated in float32 and rounded once; C is row-major."""
 
     name = "matmul"
-    m = ts.dim()
-    n = ts.dim()
-    k = ts.dim()
     dtype = ts.dtype("bfloat16", "float16")
     a_layout = ts.choice("row", "column")
     b_layout = ts.choice("row", "column")
@@ -167,33 +166,20 @@ class Matmul(Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """The tiles of the copies and of the last sum."""
-        rows, columns, even = combine_tile(p)
-        return {
-            "PAD_ROWS": PAD_TILE,
-            "PAD_COLUMNS": PAD_TILE,
-            "COMBINE_M": rows,
-            "COMBINE_N": columns,
-            "COMBINE_EVEN": even,
-        }
+        return {"PAD_ROWS": PAD_TILE, "PAD_COLUMNS": PAD_TILE, **combine_constants(p)}
 
     @staticmethod
-    def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
+    def launches(p: Problem, s: Schedule, device: Any) -> list[Launch]:
         """The product, with copies before it or a sum behind it where the schedule has them."""
         from tiledsched.kernels.matmul import tiles
 
-        blocks = work_tiles(p, s)
-        if s["PERSISTENT"]:
-            blocks = resident_blocks(blocks, s, device)
-        if s["PAD"]:
-            return [
-                (tiles.pad_a, (p.padded_m // PAD_TILE, p.padded_k // PAD_TILE)),
-                (tiles.pad_b, (p.padded_k // PAD_TILE, p.padded_n // PAD_TILE)),
-                (tiles.matmul_padded, (blocks,)),
-            ]
-        if s.number("SPLIT_K") == 1:
-            return [(tiles.matmul, (blocks,))]
-        rows, columns, _ = combine_tile(p)
-        return [(tiles.matmul_partial, (blocks,)), (tiles.combine, (-(-p.m // rows), -(-p.n // columns)))]
+        if not s["PAD"]:
+            return product_launches(p, s, device, tiles.matmul, tiles.matmul_partial, tiles.combine)
+        return [
+            (tiles.pad_a, (p.padded_m // PAD_TILE, p.padded_k // PAD_TILE)),
+            (tiles.pad_b, (p.padded_k // PAD_TILE, p.padded_n // PAD_TILE)),
+            *product_launches(p, s, device, tiles.matmul_padded, tiles.matmul_partial, tiles.combine),
+        ]
 
     @staticmethod
     def reference(xp: Any, A: Any, B: Any) -> Any:
@@ -201,11 +187,6 @@ class Matmul(Kernel):
         return A @ B
 
     rivals = staticmethod(raced)
-
-    @staticmethod
-    def flops(p: Problem) -> float:
-        """A multiply-add is two."""
-        return 2.0 * p.m * p.n * p.k
 
     @staticmethod
     def small() -> list[Problem]:

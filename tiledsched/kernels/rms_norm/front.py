@@ -34,8 +34,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tens
 
 def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:
     """Give the operator its gradient. With a residual the sum is what is normalised, and both its terms have one gradient."""
-    names = {"X": "Sum", "dR": "dX"} if pinned else None
-    made.register_autograd(operator("rms_norm_backward"), names=names)
+    made.register_autograd(operator("rms_norm_backward"), names={"X": "Sum", "dR": "dX"} if pinned else None)
 
 
 GRADIENTS["rms_norm"] = _add_gradient

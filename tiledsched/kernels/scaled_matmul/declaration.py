@@ -13,13 +13,21 @@ import numpy
 
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
+from tiledsched.core.cost import WARPS_PER_GROUP
+from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.similarity import Similarity, about
-from tiledsched.kernels.persistent import resident_blocks
-from tiledsched.kernels.product_schedules import MODELS, combine_tile, work_tiles
-from tiledsched.kernels.scaled_matmul.model import ScaledMatmulCost
+from tiledsched.kernels.product_model import ProductCost, step_cycles
+from tiledsched.kernels.product_schedules import (
+    MODELS,
+    Launch,
+    Product,
+    ProductSimilarity,
+    combine_constants,
+    product_launches,
+)
 from tiledsched.kernels.scaled_matmul.rivals import raced
 
 SCALE_DECADES = 1.5
@@ -30,6 +38,14 @@ was 2**-15.2 for k = 28672, and ours 2**-17.1.
 """
 SUMMED_ALIKE = "offset"
 """The kind of test inputs whose products all have one sign."""
+CONVERTED_SPEEDUP = 0.5
+"""Rate, as a share of that of 16-bit products, where warps convert 8-bit operands because the tile is too narrow for wgmma."""
+PROMOTED_K = 128
+"""Elements of k after which sums of products are added to float32 ones: four wgmma instructions (QGMMA and FADD in the code)."""
+MOST_SUMS = 64 * 128
+"""Sums of a group of four warps, beyond which those in float32 and those in the tensor cores together spill registers."""
+SPILLED_SUMS = 2.5
+"""How many times as long a step takes where they do: 128 x 256 sums against 128 x 128 on an H200."""
 
 TOKENS = (16, 512, 2048, 8192)
 SHAPES = {
@@ -50,12 +66,34 @@ SUITES: dict[str, list[dict[str, Any]]] = {
 """Tokens with a scale each times weights with a scale for each output, and one scale for each operand."""
 
 
-class ScaledMatmulSimilarity(Similarity):
-    """How products of 8-bit floats compare."""
+class ScaledMatmulCost(ProductCost):
+    """The time of a product of 8-bit floats."""
 
-    def bucketed(self, p: Any) -> Any:
-        """The product of about as many rows of A: the tokens of a model, whose weights have sizes of their own."""
-        return p.replace(m=about(p.m))
+    item_bytes = 1
+
+    def step_cycles(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec, resident: int) -> float:
+        """Cycles of a step. Exchanged operands exchange the sides of the tile; sums in float32 take additions of their own."""
+        groups_of_rows = spec.product_rows > 16
+        converted = groups_of_rows and not s["SWAP"] and s.number("TILE_M") < 64
+        turned = s.replace(TILE_M=s["TILE_N"], TILE_N=s["TILE_M"]) if s["SWAP"] else s
+        cycles = step_cycles(
+            turned,
+            facts,
+            spec,
+            resident,
+            by_tma=spec.producer_warps > 0,
+            item_bytes=self.item_bytes,
+            speedup=CONVERTED_SPEEDUP if converted else spec.fp8_speedup,
+        )
+        if groups_of_rows and not p.fast_accum:
+            sums = s.number("TILE_M") * s.number("TILE_N") / max(1, facts.num_ctas)
+            cycles += sums / spec.fp32_ops * s.number("TILE_K") / PROMOTED_K
+            cycles *= SPILLED_SUMS if sums > MOST_SUMS * s.number("num_worker_warps") / WARPS_PER_GROUP else 1.0
+        return cycles
+
+
+class ScaledMatmulSimilarity(ProductSimilarity):
+    """How products of 8-bit floats compare."""
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
         """Octaves of the sizes and of C, four and six to one; and where products are summed."""
@@ -63,7 +101,7 @@ class ScaledMatmulSimilarity(Similarity):
         return (*sizes, float(p.fast_accum), 0.3 * (p.scales == "row"))
 
 
-class ScaledMatmul(Kernel):
+class ScaledMatmul(Product, Kernel):
     """C `[m, n]` = (A `[m, k]` @ B `[k, n]`) * scales + bias, for 8-bit floats A, row-major, and B, column-major.
 
     The conventions are those of `torch._scaled_mm`. With `fast_accum`, sums stay in the tensor cores, which on sm_90 keep fewer
@@ -71,9 +109,6 @@ class ScaledMatmul(Kernel):
     """
 
     name = "scaled_matmul"
-    m = ts.dim()
-    n = ts.dim()
-    k = ts.dim()
     dtype = ts.dtype("float8_e4m3fn", "float8_e5m2")
     out_dtype = ts.dtype("bfloat16", "float16", "float32")
     scales = ts.choice("row", "tensor")
@@ -150,21 +185,14 @@ class ScaledMatmul(Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Whether rows have scales, and the tiles of the last sum."""
-        rows, columns, even = combine_tile(p)
-        return {"ROW_SCALES": p.scales == "row", "COMBINE_M": rows, "COMBINE_N": columns, "COMBINE_EVEN": even}
+        return {"ROW_SCALES": p.scales == "row", **combine_constants(p)}
 
     @staticmethod
-    def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
+    def launches(p: Problem, s: Schedule, device: Any) -> list[Launch]:
         """The product, with a sum behind it where blocks share the walk over k."""
         from tiledsched.kernels.scaled_matmul import tiles
 
-        blocks = work_tiles(p, s)
-        if s["PERSISTENT"]:
-            blocks = resident_blocks(blocks, s, device)
-        if s.number("SPLIT_K") == 1:
-            return [(tiles.scaled_matmul, (blocks,))]
-        rows, columns, _ = combine_tile(p)
-        return [(tiles.scaled_matmul_partial, (blocks,)), (tiles.combine_scaled, (-(-p.m // rows), -(-p.n // columns)))]
+        return product_launches(p, s, device, tiles.scaled_matmul, tiles.scaled_matmul_partial, tiles.combine_scaled)
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
@@ -194,11 +222,6 @@ class ScaledMatmul(Kernel):
         return Tolerance(relative=relative + math.sqrt(p.k) * FAST_SUM_ERROR, except_kinds=(SUMMED_ALIKE,))
 
     rivals = staticmethod(raced)
-
-    @staticmethod
-    def flops(p: Problem) -> float:
-        """A multiply-add is two."""
-        return 2.0 * p.m * p.n * p.k
 
     @staticmethod
     def small() -> list[Problem]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
@@ -15,9 +14,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.ops.own_methods import untuned
 from tiledsched.studies.ablation.ladder import AblationRow, Ladder
 from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
-
-if TYPE_CHECKING:
-    from tiledsched.tuning.session import Session
+from tiledsched.tuning.session import Session
 
 
 def replay_ablation(
