@@ -606,7 +606,7 @@ def test_a_newcomers_tune_ends_with_the_answer_and_commands_that_work(cli, home,
     assert f"{valid_schedules()} of {valid_schedules()} schedules built" in flat
     page, text = ((home / "report" / f"report.{suffix}").read_text() for suffix in ("html", "md"))
     assert "Nothing was measured on sm_121" in page
-    assert text.startswith("**Nothing was measured: the performance model estimates")
+    assert text.startswith("**Nothing was measured: the performance model estimated")
     charts = int(re.search(r"Report with (\d+) charts:", flat)[1])
     assert page.count('class="chart"') >= charts > 3
 
