@@ -295,9 +295,11 @@ def test_two_gpus_of_one_database_are_found_out_while_it_is_read(large, tmp_path
     assert found.unpaired == ()
 
 
-def test_a_report_on_many_problems_reads_and_names_a_choice(large, monkeypatch, caplog):
-    db, _ = large
-    monkeypatch.setattr(sources, "MOST_PROBLEMS", 6)
+@pytest.mark.parametrize("limits", [{"MOST_PROBLEMS": 6}, {"MOST_MEASUREMENTS": 6 * 300 + 1}])
+def test_a_report_on_many_problems_reads_and_names_those_tuned_last(large, monkeypatch, limits):
+    db, schedules = large
+    for name, limit in limits.items():
+        monkeypatch.setattr(sources, name, limit)
     read, whole = [], db.measurements_by_problem
 
     def watched(*words, **more):
@@ -307,8 +309,11 @@ def test_a_report_on_many_problems_reads_and_names_a_choice(large, monkeypatch, 
 
     monkeypatch.setattr(db, "measurements_by_problem", watched)
     monkeypatch.setattr(sources.data_files, "tuning_db", lambda: sources.Path("/nonexistent"))
-    report = build_report(WithShipped(db, Attention, "sm_90", ()), "sm_90", Attention)
+    last = PROBLEM.replace(seq_q=64 * 20, seq_k=64 * 20)
+    tuned = entry(stored(1, taken(schedules[0], 100.0, problem=last)))
+    report = build_report(WithShipped(db, Attention, "sm_90", [tuned]), "sm_90", Attention)
     assert len(read) == len(report.measured.problems) == 6
+    assert last in read
     assert report.left_out == 14
     text = "\n".join(getattr(block, "text", "") for block in document(report))
     assert "20 problems of this kernel are known. This report is on 6 of them" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiledsched")
 T = TypeVar("T")
-MOST_PROBLEMS = 25
-"""Problems beside those that ship that a report is on, at most, unless it is told which."""
+MOST_PROBLEMS, MOST_MEASUREMENTS = 300, 50_000
+"""Problems beside those that ship that a report is on, at most, and their measurements, unless it is told which problems."""
 
 
 class WithShipped:
@@ -82,10 +83,11 @@ class WithShipped:
         ship = {stored.measurement.problem for stored in self._shipped.values()}
         ship |= {entry.problem for entry in self._entries if entry.layer == "shipped"}
         own = {*self._measured, *(entry.problem for entry in self._entries)} - ship
-        self.left_out = max(0, len(own) - MOST_PROBLEMS) if only is None else 0
+        chosen = own if only is not None else _newest_of(own, self._entries, self._measured)
+        self.left_out = len(own) - len(chosen)
         """The number of problems that are known and not reported."""
         if self.left_out:
-            self._only = ship | _choice(own, self._measured)
+            self._only = ship | chosen
             self._entries = [entry for entry in self._entries if entry.problem in self._only]
             self._shipped = {uid: one for uid, one in self._shipped.items() if one.measurement.problem in self._only}
             self._measured = Counter({each: n for each, n in self._measured.items() if each in self._only})
@@ -141,14 +143,19 @@ class WithShipped:
         return getattr(self._db, name)
 
 
-def _choice(problems: Iterable[Problem], measured: Mapping[Problem, int]) -> set[Problem]:
-    """The problems that a report is on where it cannot be on all: those that were measured most, and as many others, evenly
-    spread over the sizes.
-    """
-    ranked = sorted(problems, key=lambda each: (-measured[each], each))
-    first, others = ranked[: MOST_PROBLEMS // 2], sorted(ranked[MOST_PROBLEMS // 2 :])
-    room = MOST_PROBLEMS - len(first)
-    return {*first, *(others[place * len(others) // room] for place in range(room))}
+def _newest_of(problems: Iterable[Problem], entries: Iterable[Entry], measured: Mapping[Problem, int]) -> set[Problem]:
+    """The problems that a report is on where it cannot be on all: those that were tuned last."""
+    tuned: dict[Problem, float] = {}
+    for entry in entries:
+        if entry.updated_at is not None:
+            tuned[entry.problem] = max(tuned.get(entry.problem, 0.0), entry.updated_at.timestamp())
+    newest = sorted(problems, key=lambda each: (-tuned.get(each, 0.0), each))[:MOST_PROBLEMS]
+    so_far = itertools.accumulate(measured[each] for each in newest)
+    return {
+        each
+        for place, (each, count) in enumerate(zip(newest, so_far, strict=True))
+        if not place or count <= MOST_MEASUREMENTS
+    }
 
 
 def _read_each(read: Callable[[Path], T], paths: Iterable[Path]) -> Iterator[T]:

@@ -202,9 +202,9 @@ def _left_out(report: Report) -> str:
     known = len({one.problem for one in report.problems} | {entry.problem for entry in report.unmeasured})
     every = plural(known + report.left_out, "problem")
     return (
-        f"{every} of this kernel are known. This report is on {known:,} of them: those that ship, those that were measured most, "
-        "and others evenly spread over the sizes. `tiledsched report --seen` is on the problems that your programs called, and "
-        "`tiledsched db query` finds the others."
+        f"{every} of this kernel are known. This report is on {known:,} of them: those that ship, and those that were tuned "
+        "last. `tiledsched report --seen` is on the problems that your programs called, and `tiledsched db query` finds the "
+        "others."
     )
 
 
