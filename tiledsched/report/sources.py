@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiledsched")
 T = TypeVar("T")
-MOST_PROBLEMS, MOST_MEASUREMENTS = 300, 50_000
+MOST_PROBLEMS, MOST_MEASUREMENTS = 300, 30_000
 """Problems beside those that ship that a report is on, at most, and their measurements, unless it is told which problems."""
 
 
