@@ -209,6 +209,7 @@ def test_a_method_that_does_not_fit_or_is_not_installed_is_skipped(method, probl
 
 def test_the_untuned_schedule_names_every_knob_of_the_space() -> None:
     schedule = untuned_schedule("sm_90")
+    assert Attention.grids(Attention.standard(seq_len=512, head_dim=64), schedule, types.SimpleNamespace(sm_count=132))
     assert set(schedule) == set(space_for("sm_90", Attention).knobs)
     assert UNTUNED.items() <= dict(schedule).items()
 

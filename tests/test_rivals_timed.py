@@ -430,7 +430,7 @@ LOWER, EVERY = {"causal": True, "alignment": "bottom_right"}, set(attention_riva
         ({"lengths": True}, set()),
         ({"kv_heads": 2}, EVERY - {"torch_efficient"}),
     ],
-    ids=str,
+    ids=lambda each: str(each if isinstance(each, dict) else sorted(each)),
 )
 def test_torchs_backends_are_rivals_where_their_masks_are_ours(more, named) -> None:
     assert set(attention_rivals.raced(problem(**{"kv_heads": 4, **more}))) & EVERY == named

@@ -79,5 +79,7 @@ def grid_blocks(tiles: int, s: Mapping[str, Any], device: Any, *, persistent: bo
     """Blocks of a grid: one for each of `tiles`, or where that is fewer, of a persistent grid, as many as fit on the GPU at once
     according to the occupancy hint of the schedule `s`.
     """
+    if not persistent:
+        return tiles
     resident = device.sm_count * max(1, int(s["occupancy"])) // int(s.get("num_ctas", 1))
-    return min(tiles, max(1, resident)) if persistent else tiles
+    return min(tiles, max(1, resident))
