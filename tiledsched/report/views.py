@@ -350,7 +350,7 @@ def curve_rows(problems: Iterable[ProblemReport], named: Callable[[Schedule], st
     for one in (each for each in problems if each.programs > 1):
         choices: tuple[tuple[str, Timed | Untuned | TileTime | None], ...] = (
             (DEFAULTS, one.default),
-            (UNTUNED, one.untuned),
+            (UNTUNED, one.untuned if one.provenance == MEASURED else None),  # else it is what is served
             ("second best tile", one.second_tile),
         )
         rows += [
