@@ -33,7 +33,7 @@ FLUSHED = ("add", "sub", "mul", "truediv", "pow", "minimum", "maximum", "exp", "
 """Functions that take zero for float32 numbers below the smallest normal one, and give zero."""
 
 
-class Product(Tile):
+class ProductTile(Tile):
     """A rounded product that knows its factors, of its own type, and whether numbers near zero were taken for zero."""
 
     factors: tuple[Any, ...]
@@ -67,7 +67,7 @@ def multiply(x: Operand, y: Operand, /, *, rounding_mode: Any = None, flush_to_z
     result = elementwise("mul", x, y, operator.mul, rounding_mode=rounding_mode, flush_to_zero=flush_to_zero)
     if not isinstance(result, Tile) or result.dtype not in FUSED:
         return result
-    product = Product(result.array, result.dtype)
+    product = ProductTile(result.array, result.dtype)
     factors = cast(x, result.dtype), cast(y, result.dtype)
     product.factors = tuple(map(flush, factors)) if flush_to_zero else factors
     product.flush_to_zero = flush_to_zero
@@ -81,7 +81,7 @@ def _sum(name: str, compute: Callable[[Any, Any], Any], order: tuple[int, int]) 
         def fused(first: Any, second: Any) -> Any:
             for place in order if x is not y else ():
                 product = (x, y)[place]
-                if isinstance(product, Product) and product.may_fuse(first, second, flush_to_zero):
+                if isinstance(product, ProductTile) and product.may_fuse(first, second, flush_to_zero):
                     exact = np.multiply(*product.factors, dtype=np.float64)
                     return (compute(first, exact) if place else compute(exact, second)).astype(first.dtype)
             return compute(first, second)

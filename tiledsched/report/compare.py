@@ -337,7 +337,7 @@ def side_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class ComparisonTerms:
     """How two sides are compared, which what they know of all problems decides."""
 
     width: int
@@ -346,7 +346,7 @@ class Terms:
     """Whether nothing is measured on A, and on B: such a side takes part with its estimates."""
 
     @classmethod
-    def of(cls, measured: Sequence[Collection[Key]], estimated: Sequence[Collection[Key]]) -> Terms:
+    def of(cls, measured: Sequence[Collection[Key]], estimated: Sequence[Collection[Key]]) -> ComparisonTerms:
         """The terms for two sides, given the keys of what is measured and of what is estimated on each.
 
         Problems are matched on the same GPU model; where the two share none, on any.
@@ -363,7 +363,7 @@ def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
     Problems are matched on the same GPU model; where the two share none, on any. A side on which nothing is measured takes part
     with its estimates, which decide nothing.
     """
-    terms = Terms.of([a.best, b.best], [a.estimates, b.estimates])
+    terms = ComparisonTerms.of([a.best, b.best], [a.estimates, b.estimates])
     of_a, of_b = a.by_problem(), b.by_problem()
     no_a, no_b = (Side(name=side.name, best={}, programs={}) for side in (a, b))
     parts = (
@@ -389,7 +389,7 @@ def joined_parts(parts: Iterable[Comparison], a: str, b: str, threshold: float) 
     )
 
 
-def compare_parts(a: Side, b: Side, terms: Terms, threshold: float) -> Comparison:
+def compare_parts(a: Side, b: Side, terms: ComparisonTerms, threshold: float) -> Comparison:
     """Compare what two sides know of some problems, on the terms for all of them. The rows are in no order."""
     width = terms.width
     known = [side.estimates if nothing else side.best for side, nothing in zip((a, b), terms.modelled, strict=True)]

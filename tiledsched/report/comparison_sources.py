@@ -32,7 +32,7 @@ from tiledsched.report.compare import (
     KnownTime,
     ProgramTime,
     Side,
-    Terms,
+    ComparisonTerms,
     compare_parts,
     joined_parts,
     side_of,
@@ -110,14 +110,14 @@ def compare_sources(a: str, b: str, db: str | None, wanted: Wanted, threshold: f
             parts, meant = [], terms
             for problems in _parts(*(side.counts() for side in sides)):
                 known = [side.read(problems) for side in sides]
-                meant = meant or Terms.of([each.measured for each in said], [each.estimated for each in said])
+                meant = meant or ComparisonTerms.of([each.measured for each in said], [each.estimated for each in said])
                 nothing = [Side(name=side.name, best={}, programs={}) for side in sides]
                 for problem in problems:
                     one, other = (of.get(problem, none) for of, none in zip(known, nothing, strict=True))
                     parts.append(compare_parts(one, other, meant, threshold))
             for side in sides:
                 side.check()
-            terms = Terms.of([each.measured for each in said], [each.estimated for each in said])
+            terms = ComparisonTerms.of([each.measured for each in said], [each.estimated for each in said])
             if terms == meant:  # what the first problems tell holds for all
                 return joined_parts(parts, a, b, threshold)
 
