@@ -123,7 +123,7 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
     """
     folders = {name: str(tmp_path) for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
     path_variable = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | folders | {"PATH": path_variable, "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | folders | {"PATH": path_variable, "COLUMNS": "114", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if not name.startswith("TILEDSCHED_")}
     if path.stem == "first-hour":
         environment["PYTHONPATH"] = draws_nothing(tmp_path / "drawing")

@@ -62,7 +62,7 @@ def test_what_is_said_of_tiles(db, tiles, problems, said):
 def test_a_trace_is_in_the_order_of_the_newest_run(db):
     for run, times in ((db.start_run({}, "sm_90"), (500.0,)), (db.start_run({}, "sm_90"), (140.0, 100.0, 120.0))):
         for place, us in enumerate(times):
-            db.record_measurement(run, "attention", "s", TOOLCHAIN, taken(plain(64, 32 * 2**place), us))
+            db.record_measurement(run, "attention", SOURCE, TOOLCHAIN, taken(plain(64, 32 * 2**place), us))
     assert only(report_of(db)).trace == pytest.approx((1.4, 1.0, 1.2))
 
 

@@ -22,7 +22,7 @@ from stress import HANG, Worker, verdict, write_table
 from tiledsched.store import engine
 from tiledsched.store.db import TuningDB
 
-SECONDS, PROCESSES = os.environ.get("STRESS", "20"), "64"
+SECONDS, PROCESSES = os.environ.get("STRESS", "10"), "64"
 
 
 def stressed(url: str, seconds: str, processes: str) -> Any:

@@ -6,7 +6,6 @@ import csv
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from browser import browser, opened  # noqa: F401
@@ -197,7 +196,7 @@ def test_a_study_goes_on_where_it_stopped(home, tmp_path, monkeypatch):
     def tune(kernel, named, *, db, candidates, arch, **more):
         tuned.extend(named)
         with TuningDB.open(db) as opened:
-            for place, schedule in enumerate(json.loads(Path(candidates).read_text())):
+            for place, schedule in enumerate(json.loads(candidates)):
                 one = taken(Schedule(schedule), 100.0 + place, problem=named[0])
                 opened.record_measurement(None, "attention", SOURCE, TOOLCHAIN, one)
 

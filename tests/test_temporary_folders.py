@@ -175,8 +175,6 @@ def test_what_a_killed_command_leaves_the_next_one_removes(words, seen, tmp_path
     while not list((tmp_path / "tmp").rglob(seen)):
         assert child.poll() is None
         time.sleep(0.02)
-    if seen == "lock":
-        time.sleep(3)  # until it has imported cuTile
     child.send_signal(signal.SIGKILL)
     child.wait()
     time.sleep(3)  # until the compile processes have noticed

@@ -88,7 +88,10 @@ def print_wrapped(text: str, indent: str = "", *, hanging: str | None = None) ->
 
 
 def print_explained(text: str) -> None:
-    """Print explanations: each line is wrapped below its own text, right of its title."""
+    """Print explanations. On a terminal each line is wrapped below its own text, right of its title."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
     for line in text.splitlines():
         print_wrapped(line, hanging=" " * 14)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -58,6 +59,8 @@ def _file(session: Session) -> list[str]:
         lines = other.submit(lambda: driver.execute("PRAGMA integrity_check").fetchall())
         try:
             found = [str(line) for (line,) in lines.result() if line != "ok"]
+        except sqlite3.Error as error:
+            raise sa.exc.DatabaseError("", None, error) from error
         except BaseException:
             driver.interrupt()
             raise

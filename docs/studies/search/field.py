@@ -92,7 +92,9 @@ class RecordedSpace(SearchSpace):
         object.__setattr__(cut, "recorded", tuple(recorded))
         return cut
 
-    def schedules(self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None) -> Iterator[Schedule]:
+    def schedules(
+        self, problem: Problem, *, pinned: Mapping[str, KnobValue] | None = None, **more: Any
+    ) -> Iterator[Schedule]:
         """The recorded schedules with the pinned values."""
         pins = dict(pinned or {})
         return (each for each in self.recorded if all(each[name] == value for name, value in pins.items()))
