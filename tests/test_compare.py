@@ -16,9 +16,17 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.report import comparison_page, write_report
-from tiledsched.report.compare import KnownTime, compare, judged, side_of
+from tiledsched.report.compare import (
+    THRESHOLD,
+    ComparisonTerms,
+    KnownTime,
+    compare_parts,
+    joined_parts,
+    judged,
+    side_of,
+)
 from tiledsched.report.comparison_page import comparison_blocks, slopes
-from tiledsched.report.comparison_sources import Wanted, read_side
+from tiledsched.report.comparison_sources import Wanted, compare_sources
 from tiledsched.report.comparison_text import conditions_of, unlike_in_a, verdict_of
 from tiledsched.report.document import Chart, Heading, Table, to_html, to_markdown
 from tiledsched.store.db import TuningDB
@@ -236,9 +244,8 @@ def test_a_measurement_that_both_hold_is_the_same(home, monkeypatch):
         from tiledsched.report import build_report
 
         write_report(build_report(a, "sm_90", Attention), "report")
-    sides = [read_side(word, None, Wanted()) for word in ("a.db", "a.json", "report", "report/schedules.csv")]
-    for side in sides:
-        found = compare(sides[0], side)
+    for word in ("a.db", "a.json", "report", "report/schedules.csv"):
+        found = compare_sources("a.db", word, None, Wanted())
         assert [row.verdict for row in found.rows] == ["same"]
         assert found.rows[0].ratio == 1.0
         assert found.drift == ()
@@ -274,6 +281,12 @@ def test_shipped_against_itself(home, capsys):
 GPU = Device(name="GPU", arch="sm_90", sm_count=132)
 
 
+def compared(a, b):
+    """The comparison of all that two sides know."""
+    terms = ComparisonTerms.of([a.best, b.best], [a.estimates, b.estimates])
+    return joined_parts([compare_parts(a, b, terms, THRESHOLD)], a.name, b.name, THRESHOLD)
+
+
 def sides(*pairs, a="old", b="new"):
     """A comparison of problems, each given as the changes of its two times from 100 us."""
     both = []
@@ -294,7 +307,7 @@ def sides(*pairs, a="old", b="new"):
         both.append(
             side_of((a, b)[place], [], [one for one in taken if not one.modelled], [o for o in taken if o.modelled])
         )
-    return compare(*both)
+    return compared(*both)
 
 
 UNCHANGED = ({}, {"us": 100.2})
@@ -474,7 +487,7 @@ def test_equal_winners_are_no_other_winner_and_ties_are_called_ties(changes, old
     new = {**NEW, "schedule_id": "n", **changes}
     first = [known(100.0, **OLD), *([known(new_in_a, **new)] if new_in_a else [])]
     second = [known(90.0, **new), *([known(old_in_b, **OLD)] if old_in_b else [])]
-    (row,) = compare(side_of("a", first[:1], first), side_of("b", second[:1], second)).rows
+    (row,) = compared(side_of("a", first[:1], first), side_of("b", second[:1], second)).rows
     assert (row.winner_changed, row.winner_tied) == (found == "changed", found == "tied")
     assert found == "the same" or (row.old_winner and row.old_winner.us) == old_in_b
     assert unlike_in_a(row) == ("" if "schedule" in changes else "64x64 occ=2 no_peel, without latK")

@@ -22,8 +22,7 @@ from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, report_of, taken
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped, build_report, comparison_sources, landscapes, sources
-from tiledsched.report.compare import compare
-from tiledsched.report.comparison_sources import Wanted, compare_sources, read_side
+from tiledsched.report.comparison_sources import Wanted, compare_sources
 from tiledsched.report.text import document
 from tiledsched.store import health, writing
 from tiledsched.store.db import TuningDB
@@ -263,7 +262,7 @@ def test_a_comparison_holds_some_problems_at_a_time(large, tmp_path, monkeypatch
             ]
             db.merge([one for each in made for one in each], [entry(each[0]) for each in made[:5]])
     names = [str(tmp_path / name) for name in ("a.db", "b.db")]
-    whole = compare(*(read_side(name, None, Wanted()) for name in names))
+    whole = compare_sources(*names, None, Wanted())  # all at a time
     most, parts = [0], comparison_sources.compare_parts
 
     def watched(*words):

@@ -357,22 +357,6 @@ class ComparisonTerms:
         return cls(width=width, modelled=nothing)
 
 
-def compare(a: Side, b: Side, threshold: float = THRESHOLD) -> Comparison:
-    """Compare B with A, over the problems that both know.
-
-    Problems are matched on the same GPU model; where the two share none, on any. A side on which nothing is measured takes part
-    with its estimates, which decide nothing.
-    """
-    terms = ComparisonTerms.of([a.best, b.best], [a.estimates, b.estimates])
-    of_a, of_b = a.by_problem(), b.by_problem()
-    no_a, no_b = (Side(name=side.name, best={}, programs={}) for side in (a, b))
-    parts = (
-        compare_parts(of_a.get(each, no_a), of_b.get(each, no_b), terms, threshold)
-        for each in dict.fromkeys((*of_a, *of_b))
-    )
-    return joined_parts(parts, a.name, b.name, threshold)
-
-
 def joined_parts(parts: Iterable[Comparison], a: str, b: str, threshold: float) -> Comparison:
     """One comparison of those of different problems."""
     parts = list(parts)

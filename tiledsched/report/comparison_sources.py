@@ -122,20 +122,6 @@ def compare_sources(a: str, b: str, db: str | None, wanted: Wanted, threshold: f
                 return joined_parts(parts, a, b, threshold)
 
 
-def read_side(word: str, db: str | None, wanted: Wanted) -> Side:
-    """All of one side of a comparison; the arguments and the errors are those of :func:`compare_sources`."""
-    with contextlib.ExitStack() as opened:
-        side = _Evidence(word, lambda source: _source(source, db, wanted, opened), wanted)
-        parts = [*side.read([*side.counts()]).values()]
-        side.check()
-        return Side(
-            name=word,
-            best={key: one for part in parts for key, one in part.best.items()},
-            programs={key: of for part in parts for key, of in part.programs.items()},
-            estimates={key: one for part in parts for key, one in part.estimates.items()},
-        )
-
-
 def _parts(*counts: Mapping[str, int]) -> Iterator[list[str]]:
     """The problems of some sides, by their ids, as many at a time as may be in memory."""
     part: list[str] = []
