@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
+from tiledsched.core.similarity import octaves
 from tiledsched.rivals.offers import Offer, expected_offers, forecast_offers, measured_offers, published_offers
 from tiledsched.serve.arch_table import MEASURED_PROVENANCES, ArchTable
 from tiledsched.serve.transfer import (
@@ -181,6 +184,43 @@ class Exact(Link):
             steps=(self.step(said),),
             entry=entry,
             is_own=True,
+            stale=table.stale(entry),
+        )
+
+
+class OneOrder(Link):
+    """What computes each row with the same bits, however many rows there are: of the schedules that were proven to, the one for the
+    nearest size."""
+
+    def __call__(self, question: Question) -> Served | None:
+        """The schedule of one group, which does not depend on the sizes of the batch dims."""
+        table, p, name = question.table, question.problem, question.device_name
+        kernel, groups = p.declaration, defaultdict[str, list[Entry]](list)
+        for entry in table.invariant:
+            if kernel.representative(entry.problem) == kernel.representative(p):
+                groups[entry.group].append(entry)
+        if not groups:
+            return None
+
+        def preference(group: Sequence[Entry]) -> tuple[Any, ...]:
+            here = (
+                all(each.device_name == name for each in group),
+                all(each.compiler == table.compiler for each in group),
+            )
+            return *here, len(group), max(each.run_id or 0 for each in group), group[0].group
+
+        def distance(entry: Entry) -> tuple[Any, ...]:
+            return entry.regime != table.regime, octaves(entry.problem, p, kernel.batch_dims), entry.problem
+
+        group = max(groups.values(), key=preference)
+        entry = min(group, key=distance)
+        measured = f"{'this problem' if entry.problem == p else entry.problem} was measured on {table.where(entry)}"
+        return Served(
+            schedule=table.space.complete(entry.schedule),
+            provenance="measured" if entry.problem == p and name in ("", entry.device_name) else "transferred",
+            steps=(self.step(f"{measured}; its bits are those of every batch, as digests on the GPU showed"),),
+            entry=entry,
+            is_own=entry.problem == p,
             stale=table.stale(entry),
         )
 
@@ -395,7 +435,7 @@ class Evidence(Link):
             said += f", in the {entry.regime} regime; nothing was in the {table.regime} one"
         if slowed:
             said += "; the evidence was taken while the GPU's clock was held down"
-        if entry.accum_mode != table.accum_mode:
+        if entry.accum_mode not in (table.accum_mode, INVARIANT):
             said += f", with {entry.accum_mode} accumulators; nothing was with {table.accum_mode} ones"
         return served.then(self.step(said), held_down=slowed) if said else served
 
@@ -451,6 +491,10 @@ FOUND: tuple[Refiner, ...] = (Sound(), Rivals())
 """The links after one that found a schedule."""
 AT_LAST: tuple[Refiner, ...] = (Published(), Evidence(), Forced())
 """The links for each problem by itself, also where problems of about one size share what was found."""
+
+
+INVARIANT_LAST: tuple[Refiner, ...] = (Evidence(), Forced())
+"""The links after a choice whose bits must not depend on the batch: none that chooses by the batch, and no rivals."""
 
 
 def find(links: Sequence[Finder], question: Question, passed: Sequence[LinkStep] = ()) -> Served | None:
