@@ -15,6 +15,8 @@ WARP_ROWS = 16
 """Rows of a product that one warp computes at once. With fewer rows for each warp, several warps share the keys of a row."""
 WARPGROUP_ROWS = 64
 """Rows from which on products are those of four warps together, where the GPU has such instructions."""
+SMALLEST_SPAN, LARGEST_SPAN = 2, 64
+"""Steps of shares of a fixed size."""
 COMBINED_ELEMENTS = 8192
 """Elements that a block of the combining launch reads at once, of all shares together."""
 
@@ -125,12 +127,14 @@ def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...] | None:
 def ordered(p: Problem, s: Schedule) -> Schedule:
     """The schedule most like `s` that has an order of its sums which depends on no other row and no number of keys.
 
-    Shares have a fixed size, which is that of the shares of `p` rounded up to a power of two. Keys go forward, sums are rescaled
-    at each step, and bounds are checked, so that the schedule works for all sizes.
+    Shares have a fixed size: that of the shares of `p`, rounded up to a power of two; keys of packed sequences are not shared. Keys
+    go forward, sums are rescaled at each step, and bounds are checked, so that the schedule works for all sizes.
     """
     changed = s.replace(kv_direction="forward", lazy_rescale=False, check_bounds=True)
-    if span_steps(s) or splits(p, s) == 1 or p.packed:
-        return changed if not p.packed else changed.replace(kv_splits=1, kv_combine="last_block")
+    if p.packed:
+        return changed.replace(kv_splits=1)
+    if span_steps(s) or splits(p, s) == 1:
+        return changed
     keys = splits(p, s) * s.number("tile_n") * s.number("kv_subtiles")
     span = 1 << (-(-int(p.seq_k) // keys) - 1).bit_length()
-    return changed.replace(kv_splits=max(2, span), kv_combine="in_order")
+    return changed.replace(kv_splits=min(max(span, SMALLEST_SPAN), LARGEST_SPAN), kv_combine="in_order")
