@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from tiledsched.measure.runner import Failed, Measurement, RowRunner
 from tiledsched.store.records import BATCH_INVARIANT
 from tiledsched.tuning.prior import estimator, judged
 from tiledsched.tuning.results import TuneResult
-from tiledsched.tuning.search import ProblemSearch, TuneContext, commonest_message
+from tiledsched.tuning.search import LOOKS, ProblemSearch, TuneContext, commonest_message
 
 PROBED = (1, 2, 3, 16, 17, 63, 64, 65, 128, 512, 2048)
 """Sizes of batch dims at which the bits of rows are compared, beside those that race."""
@@ -33,6 +33,8 @@ MOST_GROUPS = 4
 """Groups that race, the most promising ones by the performance model."""
 BASES = 4
 """Schedules of each size, the most promising ones, from which others of other orders are made that differ in one knob."""
+HOPELESS_RATIO = 3.0
+"""A schedule that takes this many times as long as the fastest one is not raced: in other groups all may be slow at some sizes."""
 Group = str
 """Name of a group: the digest of its first rows."""
 Losses = dict[Problem, dict[Schedule, float]]
@@ -195,7 +197,8 @@ class InvariantTune:
             raise search.nothing_works(schedules)
         self.tuner.watcher.stage(p, "measuring", len(programs))
         self.runner.begin(p)
-        result = search.race(programs, deadline_s=self.deadline_s)
+        rules = replace(LOOKS[self.tuner.regime], check_all=True, hopeless_ratio=HOPELESS_RATIO)
+        result = search.race(programs, rules=rules, deadline_s=self.deadline_s)
         if result.disturbance:
             raise MeasureError(
                 f"nothing is decided for {p}: all was timed {result.disturbance}; run again when it has ended"
