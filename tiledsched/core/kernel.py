@@ -73,6 +73,7 @@ FUNCTIONS = {
     "rivals": ("p",),
     "stand_in": ("p", "numbers"),
     "reduction_order": ("p", "s"),
+    "ordered": ("p", "s"),
     "representative": ("p",),
     "row_dims": ("p",),
 }

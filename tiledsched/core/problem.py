@@ -411,6 +411,12 @@ class Declaration:
     every size of `batch_dims`. A tune proves claims on the GPU, and refuses the schedules that break them."""
 
     @classmethod
+    def ordered(cls, p: Any, s: Schedule) -> Schedule:
+        """The schedule most like `s` that has a `reduction_order`: `s` itself, unless the kernel knows schedules for that which no
+        search explores. Candidates where `numerics` is "invariant" are the explored schedules, each after this."""
+        return s
+
+    @classmethod
     def representative(cls, p: Any) -> Problem:
         """The problem that stands for all problems that differ from `p` in `batch_dims` only."""
         found: Problem = p.replace(**dict.fromkeys(cls.batch_dims, REPRESENTATIVE_SIZE))

@@ -169,7 +169,7 @@ def estimate_us(
         flushed: whether the L2 cache is emptied before the launch, as in our own measurements. Most published times are those of
             calls in a row, whose arrays stay in the cache where they fit.
     """
-    rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(schedule)
+    rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(problem, schedule)
     resident = facts.resident(spec.arch)
     turn = steps_per_turn(schedule)
     masked = problem.causal or problem.spanned or problem.seq_k % (step_n * turn) != 0
@@ -208,7 +208,7 @@ def estimate_us(
     memory_us = traffic / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
     waves = max(1.0, pieces_of(problem, schedule) * facts.num_ctas / (spec.sm_count * resident))
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
-    combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
+    combined_us = (COMBINE_US if combines_later(problem, schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
     return LAUNCH_US + combined_us + smooth_max(compute_us, memory_us)
 
 
@@ -226,7 +226,7 @@ def pieces_of(problem: Problem, schedule: Schedule) -> int:
     """Pieces of work: tiles of the rows of all heads, or of all packs of them, for each share of their keys."""
     rows = problem.mean_rows * pack_width(problem, schedule)
     tiles = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
-    return tiles * splits(schedule)
+    return tiles * splits(problem, schedule)
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
@@ -242,7 +242,7 @@ def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> 
     per_element = BLOCK_CYCLES_PER_ELEMENT
     if schedule["division"] == "ieee":
         per_element += IEEE_CYCLES_PER_ELEMENT
-    if splits(schedule) > 1 and not combines_later(schedule):
+    if splits(problem, schedule) > 1 and not combines_later(problem, schedule):
         per_element += PARTIAL_CYCLES_PER_ELEMENT
     cycles = BLOCK_LATENCY + per_element * block_rows(schedule) * problem.tile_v / facts.num_ctas
     return cycles * (PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0)

@@ -9,6 +9,9 @@ The atomic counter is sound by cuTile's memory model: `ct.atomic_add` acquires a
 orders every earlier access of the block before a release and every later one behind an acquire, across arrays and branches
 (the token order pass of cuda-tile 1.7). So the shares that others stored before they counted are seen by the block that
 counts last. Shares are combined in the order of their keys: the sum does not depend on which block came last.
+
+Shares of KV_SPAN steps end at the same keys whatever the number of keys, and are added one by one. A share without keys adds
+exactly nothing. So the bits of a row depend on its own keys alone, and not on the room for keys, other rows or other sequences.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -191,17 +194,7 @@ class Combining:
 
 def combine_shares(Out, Lse, Shares, State, features, const):
     """Compute TILE_M rows of the outputs from their shares, which lie in one query tile of the first launch."""
-    seq_q, heads = Out.shape[2], Out.shape[1]
-    chunks = ct.cdiv(seq_q, const.TILE_M)
-    chunk = ct.bid(0) % chunks
-    head = ct.bid(0) // chunks % heads
-    batch = ct.bid(0) // chunks // heads
-    tile, row = chunk * const.TILE_M // const.TILE_ROWS, chunk * const.TILE_M % const.TILE_ROWS
-    work_tiles = ct.cdiv(seq_q, const.TILE_ROWS * const.Q_SUBTILES)
-    pack, member = head // const.TILE_HEADS, head % const.TILE_HEADS
-    work = (batch * (heads // const.TILE_HEADS) + pack) * work_tiles + tile // const.Q_SUBTILES
-    place = work * const.Q_SUBTILES + tile % const.Q_SUBTILES
-
+    batch, head, chunk, place, member, row = own_place(Out, const)
     shares, part = (const.KV_SPLITS, 1, const.TILE_M), (member * const.TILE_ROWS + row) // const.TILE_M
     maxima = ct.load(State, (place, 0, part), shares, check_bounds=False, allow_tma=False)
     sums = ct.load(State, (place, 1, part), shares, check_bounds=False, allow_tma=False)
@@ -220,4 +213,45 @@ def combine_shares(Out, Lse, Shares, State, features, const):
         ).reshape((const.KV_SPLITS, const.TILE_M, width))
         acc = (*acc, ct.sum(found * weights.reshape((const.KV_SPLITS, const.TILE_M, 1)), axis=0))
     chain = Chain(acc, row_max.reshape((const.TILE_M, 1)), row_sum.reshape((const.TILE_M, 1)))
+    epilogue(Out, Lse, WorkTile(batch, head, (chunk,)), chunk, chain, features, const)
+
+
+def own_place(Out, const):
+    """(batch, head, chunk of TILE_M rows, query tile of the first launch, head and row in that tile) of a combining block."""
+    seq_q, heads = Out.shape[2], Out.shape[1]
+    chunks = ct.cdiv(seq_q, const.TILE_M)
+    chunk = ct.bid(0) % chunks
+    head = ct.bid(0) // chunks % heads
+    batch = ct.bid(0) // chunks // heads
+    tile, row = chunk * const.TILE_M // const.TILE_ROWS, chunk * const.TILE_M % const.TILE_ROWS
+    work_tiles = ct.cdiv(seq_q, const.TILE_ROWS * const.Q_SUBTILES)
+    pack, member = head // const.TILE_HEADS, head % const.TILE_HEADS
+    work = (batch * (heads // const.TILE_HEADS) + pack) * work_tiles + tile // const.Q_SUBTILES
+    return batch, head, chunk, work * const.Q_SUBTILES + tile % const.Q_SUBTILES, member, row
+
+
+def combine_in_order(Out, Lse, Shares, State, features, const):
+    """Compute what `combine_shares` does, with the shares added one by one: empty ones at the end change no bit of the sums."""
+    batch, head, chunk, place, member, row = own_place(Out, const)
+    part = (member * const.TILE_ROWS + row) // const.TILE_M
+    maxima = ct.load(State, (place, 0, part), (const.KV_SPLITS, 1, const.TILE_M), check_bounds=False, allow_tma=False)
+    row_max = ct.max(maxima, axis=0).reshape((const.TILE_M, 1))
+    row_sum, acc = ct.full((const.TILE_M, 1), 0.0, dtype=ct.float32), ()
+    for p in ct.static_iter(range(2 if const.REST_V else 1)):
+        acc = (*acc, ct.full((const.TILE_M, part_of(p, const.TILE_V, const.REST_V)[0]), 0.0, dtype=ct.float32))
+    for group in range(const.KV_SPLITS // together(const)):
+        for each in ct.static_iter(range(together(const))):
+            slot = place * const.KV_SPLITS + group * together(const) + each
+            own_max = ct.load(State, (slot, 0, part), (1, 1, const.TILE_M), check_bounds=False, allow_tma=False)
+            own_sum = ct.load(State, (slot, 1, part), (1, 1, const.TILE_M), check_bounds=False, allow_tma=False)
+            own_weight = weight(own_max.reshape((const.TILE_M, 1)), row_max)
+            row_sum = row_sum + own_sum.reshape((const.TILE_M, 1)) * own_weight
+            total = ()
+            for p in ct.static_iter(range(2 if const.REST_V else 1)):
+                width, column = part_of(p, const.TILE_V, const.REST_V)
+                place_of_share, shape = (slot, member, row // const.TILE_M, column), (1, 1, const.TILE_M, width)
+                share = ct.load(Shares, place_of_share, shape, check_bounds=False, allow_tma=False)
+                total = (*total, acc[p] + share.reshape((const.TILE_M, width)) * own_weight)
+            acc = total
+    chain = Chain(acc, row_max, row_sum)
     epilogue(Out, Lse, WorkTile(batch, head, (chunk,)), chunk, chain, features, const)
