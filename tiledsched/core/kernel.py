@@ -94,6 +94,7 @@ DATA: dict[str, tuple[Any, str]] = {
     "former_values": (Mapping, "a dict"),
     "former_knobs": (Mapping, "a dict"),
     "weights": (Mapping, "a dict of a knob and a number"),
+    "batch_sizes": (tuple | list, "a tuple of sizes, as in (1, 64, 1024)"),
     "batch_dims": (tuple | list, 'a tuple of dims, as in ("rows",)'),
     "planning_rivals": (tuple | list, "a tuple of names of rivals"),
     "compiled_rivals": (tuple | list, "a tuple of names of rivals"),

@@ -404,6 +404,8 @@ class Declaration:
     """`stand_in(p, numbers)`: the function from the inputs to the outputs, as torch has it, that serves while the program of a
     problem is compiled; `numbers` are the scalars by name. Unless declared, a rival that compiles nothing stands in."""
 
+    batch_sizes: ClassVar[tuple[int, ...]] = (1, 16, 64, 128, 256, 512, 1024, 2048)
+    """Sizes of the first of `batch_dims` that a tune of batch-invariant schedules races where none is named."""
     reduction_order: ClassVar[Any] = None
     """`reduction_order(p, s)`: a hashable value. Schedules of equal value claim that they compute each row with the same bits, at
     every size of `batch_dims`. A tune proves claims on the GPU, and refuses the schedules that break them."""

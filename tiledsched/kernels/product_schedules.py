@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
 from tiledsched.core.problem import Problem
@@ -48,7 +48,7 @@ class Product:
     n = ts.dim()
     k = ts.dim()
 
-    batch_dims = ("m",)
+    batch_dims: ClassVar[tuple[str, ...]] = ("m",)
 
     @staticmethod
     def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...]:
@@ -63,12 +63,12 @@ class Product:
 
 def share_bounds(k: int, s: Schedule) -> tuple[int, ...]:
     """Where in k the shares begin whose sums are added up at the end; each share is summed from its first element to its last."""
-    tile, shares = s.number("TILE_K"), int(s.get("SPLIT_K", 1))
+    tile, shares = s.number("TILE_K"), abs(int(s.get("SPLIT_K", 1)))
     return tuple(-(-k // tile) * share // shares * tile for share in range(shares))
 
 
 def instruction(s: Schedule) -> str:
-    """Which tensor-core instructions multiply: of groups of warps (wgmma on sm_90), or of single warps, which tiles of few rows take."""
+    """Which tensor-core instructions multiply: of groups of warps (wgmma on sm_90), or where tiles have few rows, of warps."""
     rows = s["TILE_N"] if s.get("SWAP") else s["TILE_M"]
     return "warp groups" if int(rows) // s.number("num_ctas") >= ROWS_OF_WARP_GROUPS else "warps"
 
@@ -80,7 +80,7 @@ def row_bytes(run: int, item: int = 2) -> bool:
 
 def work_tiles(p: Problem, s: Schedule) -> int:
     """Work tiles of a product."""
-    return -(-p.m // s.number("TILE_M")) * -(-p.n // tile_columns(s)) * s.number("SPLIT_K")
+    return -(-p.m // s.number("TILE_M")) * -(-p.n // tile_columns(s)) * max(1, s.number("SPLIT_K"))
 
 
 def combine_tile(p: Problem) -> tuple[int, int, bool]:
@@ -102,7 +102,7 @@ def product_launches(
 ) -> list[Launch]:
     """The launch of `product`; where blocks share the walk over k, that of `partial`, and of what combines their sums."""
     blocks = grid_blocks(work_tiles(p, s), s, device, persistent=bool(s["PERSISTENT"]))
-    if s["SPLIT_K"] == 1:
+    if s.number("SPLIT_K") <= 1:
         return [(product, (blocks,))]
     rows, columns, _ = combine_tile(p)
     return [(partial, (blocks,)), (combine, (-(-p.m // rows), -(-p.n // columns)))]

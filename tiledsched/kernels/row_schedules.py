@@ -101,7 +101,7 @@ class RowKernel(OneFunction):
     exploring: ClassVar[Mapping[str, str]] = EXPLORING
     derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = DERIVED
     plain: ClassVar[Mapping[str, Any]] = MappingProxyType({"HOLD": True, "PERSISTENT": False})
-    batch_dims = ("rows",)
+    batch_dims: ClassVar[tuple[str, ...]] = ("rows",)
 
     @staticmethod
     def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...]:

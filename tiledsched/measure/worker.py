@@ -31,13 +31,13 @@ from tiledsched.checking.errors import OutputErrors, case_errors, summary, wrong
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.blame import first_line
-from tiledsched.core.cases import Case
+from tiledsched.core.cases import Case, input_specs, output_specs, own_inputs, random_inputs
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.problem import Problem
 from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
-from tiledsched.measure.arrays import Launch, Packed, ProblemArrays
+from tiledsched.measure.arrays import Launch, Packed, ProblemArrays, first_rows
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
 from tiledsched.measure.runner import Batch, Checked, Device, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
@@ -217,6 +217,23 @@ def check(state: State, launch: Launch) -> Checked | Failure:
     return Checked(accuracy=accuracy, first_look_us=elapsed_us)
 
 
+def rows(state: State, locator: str, problem: Problem, largest: Problem, first: Problem, launch: Launch) -> int:
+    """A digest of those rows of the outputs that `first` has, too. Inputs are drawn for `largest`, from one seed, and `problem`
+    has their first rows, so that each row of the inputs is the same in problems of all sizes.
+    """
+    kernel, rng = load_kernel(locator), cupy.random.default_rng(0)
+    drawn, own = random_inputs(kernel, cupy, rng, largest), own_inputs(kernel, cupy, rng, problem)
+    case = Case("rows", first_rows(cupy, drawn, input_specs(kernel, problem), own), ())
+    kept, arrays = state.arrays, ProblemArrays(kernel, cupy, problem, [case])
+    state.arrays = arrays
+    try:
+        arrays.clear(launch.scratch)
+        _poisoned_launch(state, launch, arrays.cases[0])
+        return arrays.digest(first_rows(cupy, arrays.outputs, output_specs(kernel, first)))
+    finally:
+        state.arrays = kept
+
+
 def _written(digests: Sequence[int]) -> str:
     """One digest of several, in hexadecimal digits."""
     return hashlib.blake2b(repr(list(digests)).encode(), digest_size=8).hexdigest()
@@ -368,6 +385,7 @@ REQUESTS: Requests = {
     "load": load,
     "probe": probe,
     "check": check,
+    "rows": rows,
     "calibrate": find_gap,
     "sample": sample,
     "meet": meet,

@@ -189,8 +189,8 @@ class Exact(Link):
 
 
 class OneOrder(Link):
-    """What computes each row with the same bits, however many rows there are: of the schedules that were proven to, the one for the
-    nearest size."""
+    """What computes each row with the same bits, however many rows there are: of the schedules that were proven to do so, the one
+    for the nearest size."""
 
     def __call__(self, question: Question) -> Served | None:
         """The schedule of one group, which does not depend on the sizes of the batch dims."""

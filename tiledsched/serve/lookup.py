@@ -159,7 +159,7 @@ class LookupTable:
         return question, served
 
     def _in_one_order(self, problem: Problem, arch: str, device_name: str) -> Served:
-        """What is served where the bits of a row must not depend on the batch: what was proven, or else one schedule for all sizes."""
+        """What is served where the bits of a row must not depend on the batch: what was proven, or else one schedule for all."""
         question = Question(problem=problem, table=self._of_arch(arch), device_name=device_name)
         served = OneOrder()(question)
         if served is None:

@@ -118,9 +118,9 @@ class batch_invariant(ContextDecorator, metaclass=config.CalledFirst):  # noqa: 
     """Within the block, or the decorated function, a row's bits do not depend on how many rows are computed with it.
 
     `with tiledsched.batch_invariant(): tiledsched.matmul(x, w)` is what the setting `numerics` = "invariant" does for a whole
-    process. It holds for `sdpa` and every function and operator of a kernel that declares `batch_dims`, in eager calls, in calls of
-    compiled functions, and for what a CUDA graph captures within the block. It holds for all threads, until the last block ends.
-    Gradients are computed as usual.
+    process. It holds for `sdpa` and every function and operator of a kernel that declares `batch_dims`, in eager calls, in calls
+    of compiled functions, and for what a CUDA graph captures within the block; and for all threads, until the last block ends.
+    Kernels that declare none, such as those of most gradients, compute as usual.
     """
 
     def __enter__(self) -> None:
@@ -131,7 +131,7 @@ class batch_invariant(ContextDecorator, metaclass=config.CalledFirst):  # noqa: 
 
 
 def _enter(blocks: int) -> None:
-    """Enter or leave blocks of :class:`batch_invariant`; plans are exchanged at the first and the last, so that calls look up no flag."""
+    """Enter or leave a block of :class:`batch_invariant`. The first and last exchange the plans: calls read no flag."""
     global _invariant_blocks
     with lock:
         before, _invariant_blocks = _invariant_blocks, _invariant_blocks + blocks
@@ -151,7 +151,7 @@ def table(kernel: KernelClass) -> LookupTable:
 
 
 @functools.cache
-def _table(kernel: KernelClass, numerics: str) -> LookupTable:
+def _table(kernel: Any, numerics: str) -> LookupTable:
     archs = {device_facts(index).arch for index in range(torch.cuda.device_count())}
     return runtime.load_table(replace(settings(), numerics=numerics), kernel=kernel, archs=archs or None)
 
