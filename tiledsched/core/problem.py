@@ -412,7 +412,7 @@ class Declaration:
 
     @classmethod
     def ordered(cls, p: Any, s: Schedule) -> Schedule:
-        """The schedule most like `s` that has a `reduction_order`: `s` itself, unless the kernel knows schedules for that which no
+        """The schedule most like `s` that has a `reduction_order`: `s` itself, unless the kernel has schedules for it that no
         search explores. Candidates where `numerics` is "invariant" are the explored schedules, each after this."""
         return s
 

@@ -127,7 +127,7 @@ def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...] | None:
 def ordered(p: Problem, s: Schedule) -> Schedule:
     """The schedule most like `s` that has an order of its sums which depends on no other row and no number of keys.
 
-    Shares have a fixed size: that of the shares of `p`, rounded up to a power of two; keys of packed sequences are not shared. Keys
+    Shares have a fixed size: that of the shares of `p`, rounded up to a power of two; packed sequences have no shares. Keys
     go forward, sums are rescaled at each step, and bounds are checked, so that the schedule works for all sizes.
     """
     changed = s.replace(kv_direction="forward", lazy_rescale=False, check_bounds=True)
