@@ -61,8 +61,8 @@ class OneOrder:
     def __str__(self) -> str:
         """In words, as an entry's source has it."""
         return (
-            f"{BATCH_INVARIANT}{self.group}: equal bits at {self.probes} sizes, {self.price:.1%} slower than the fastest of any bits "
-            f"over {self.sizes}, {self.here:.1%} here"
+            f"{BATCH_INVARIANT}{self.group}: equal bits at {self.probes} sizes, {self.price:.1%} slower over {self.sizes} than "
+            f"the fastest of any bits, {self.here:.1%} here"
         )
 
     def to_json(self) -> dict[str, Any]:
