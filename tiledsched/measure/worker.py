@@ -33,7 +33,7 @@ from tiledsched.core.arrays import Tolerance
 from tiledsched.core.blame import first_line
 from tiledsched.core.cases import Case, input_specs, output_specs, own_inputs, random_inputs
 from tiledsched.core.errors import Failure, FailureKind
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
@@ -123,9 +123,7 @@ def start(state: State) -> tuple[Device, tuple[str, str]]:
 def begin(state: State, locator: str, problem: Problem, seed: int) -> None:
     """Random inputs and adversarial ones, what is expected of them, and the outputs of a declared kernel."""
     state.arrays = None  # frees what the last problem took
-    # Tile code imports cuTile, which imports torch for its dtypes. Nothing here needs them, and torch takes seconds.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
-    kernel = load_kernel(locator)
+    kernel = _declared(locator)
     precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
     cases = make_cases(kernel, cupy, cupy.random.default_rng(seed), problem, precision)
     state.arrays = ProblemArrays(kernel, cupy, problem, list(cases))
@@ -133,6 +131,13 @@ def begin(state: State, locator: str, problem: Problem, seed: int) -> None:
     _rehearse(state, state.arrays)
     cupy.cuda.Device().synchronize()
     cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _declared(locator: str) -> KernelClass:
+    """The kernel that is declared there."""
+    # Tile code imports cuTile, which imports torch for its dtypes. Nothing here needs them, and torch takes seconds.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
+    return load_kernel(locator)
 
 
 def _rehearse(state: State, arrays: ProblemArrays) -> None:
@@ -221,7 +226,7 @@ def rows(state: State, locator: str, problem: Problem, largest: Problem, first: 
     """A digest of those rows of the outputs that `first` has, too. Inputs are drawn for `largest`, from one seed, and `problem`
     has their first rows, so that each row of the inputs is the same in problems of all sizes.
     """
-    kernel, rng = load_kernel(locator), cupy.random.default_rng(0)
+    kernel, rng = _declared(locator), cupy.random.default_rng(0)
     drawn, own = random_inputs(kernel, cupy, rng, largest), own_inputs(kernel, cupy, rng, problem)
     case = Case("rows", first_rows(cupy, drawn, input_specs(kernel, problem), own), ())
     kept, arrays = state.arrays, ProblemArrays(kernel, cupy, problem, [case])

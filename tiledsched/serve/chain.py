@@ -222,6 +222,7 @@ class OneOrder(Link):
             entry=entry,
             is_own=entry.problem == p,
             stale=table.stale(entry),
+            gated=tuple(each.problem for each in group if each.schedule == entry.schedule and each.measurement),
         )
 
 

@@ -29,12 +29,14 @@ PROBED = (1, 2, 3, 16, 17, 63, 64, 65, 128, 512, 2048)
 """Sizes of batch dims at which the bits of rows are compared, beside those that race."""
 FIRST_ROWS = 16
 """Rows by which groups of equal bits are told apart first."""
+MOST_ORDERS = 32
+"""Orders whose bits are compared, the most promising ones by the performance model."""
 MOST_GROUPS = 4
 """Groups that race, the most promising ones by the performance model."""
 BASES = 4
 """Schedules of each size, the most promising ones, from which others of other orders are made that differ in one knob."""
 HOPELESS_RATIO = 3.0
-"""A schedule that takes this many times as long as the fastest one is not raced: in other groups all may be slow at some sizes."""
+"""What takes this many times as long as the fastest schedule is not raced: all schedules of a group may be slow at some sizes."""
 Group = str
 """Name of a group: the digest of its first rows."""
 Losses = dict[Problem, dict[Schedule, float]]
@@ -59,8 +61,8 @@ class OneOrder:
     def __str__(self) -> str:
         """In words, as an entry's source has it."""
         return (
-            f"{BATCH_INVARIANT}{self.group}: equal bits at {self.probes} sizes, {self.price:.1%} slower than any order over "
-            f"{self.sizes}, here {self.here:.1%}"
+            f"{BATCH_INVARIANT}{self.group}: equal bits at {self.probes} sizes, {self.price:.1%} slower over {self.sizes} than "
+            f"the fastest of any bits, {self.here:.1%} here"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -107,17 +109,18 @@ class InvariantTune:
         )
 
     def candidates(self, search: ProblemSearch) -> list[Schedule]:
-        """Schedules of one size, the most promising first within each order: what is served, what differs from it or from the
-        model's favourites in one knob, and what the model likes."""
+        """Schedules of one size that have an order, the most promising first: those like what is served, what differs from it or
+        from the model's favourites in one knob, and what the model likes."""
         p, pinned, estimate = search.problem, self.tuner.pinned, estimator(search.problem, search.spec)
         served = search.find_incumbents(self.runner.device_name)
         search.incumbents = served
         listed, _ = self.space.listed(p, pinned=pinned | self.space.modelled_pins(), deadline_s=search.listed_s())
         by_time = sorted(judged(listed, estimate, search.listed_s()), key=lambda each: (estimate(each, None), each.id))
         bases = [*served, *search.winners_elsewhere(), *by_time[:BASES]]
-        near = [each for base in bases for each in self.one_knob_away(base, p)]
+        near = [self.kernel.ordered(p, each) for base in bases for each in (base, *self.one_knob_away(base, p))]
         near.sort(key=lambda each: (estimate(each, None), each.id))
-        return list(dict.fromkeys([*served, *near, *by_time, search.default]))
+        found = dict.fromkeys([*near, *(self.kernel.ordered(p, each) for each in by_time)])
+        return [each for each in found if self.order(each, p) is not None and not self.space.unworkable(each, p)]
 
     def one_knob_away(self, base: Schedule, p: Problem) -> Iterator[Schedule]:
         """Schedules that differ from one in a knob, sum in another order, and can work."""
@@ -130,7 +133,7 @@ class InvariantTune:
                     yield other
 
     def order(self, schedule: Schedule, p: Problem) -> Hashable:
-        """The order in which a schedule claims to sum."""
+        """The order in which a schedule claims to sum; None for one whose bits depend on the batch."""
         found: Hashable = self.kernel.reduction_order(p, schedule)
         return found
 
@@ -152,14 +155,18 @@ class InvariantTune:
         base = max(self.searches)
         few = {dim: min(FIRST_ROWS, self.largest(base).values[dim]) for dim in self.kernel.row_dims(base)}
         base = base.replace(**few)
-        claims: dict[Hashable, Schedule] = {}
+        claims: dict[Hashable, tuple[float, str, Schedule]] = {}
         for p, schedules in tried.items():
+            estimate = estimator(p, self.searches[p].spec)
+            least_us = min(estimate(each, None) for each in schedules)
             for each in schedules:
                 if not self.space.unworkable(each, base):
-                    claims.setdefault(self.order(each, p), each)
-        self.compiled += self.builder.build(claims.values(), base)
-        for order, schedule in claims.items():
-            seen = self.digest(schedule, base)
+                    claim = estimate(each, None) / least_us, each.id, each
+                    claims[order] = min(claims.get(order := self.order(each, p), claim), claim)
+        likely = sorted(claims, key=lambda each: claims[each][:2])[:MOST_ORDERS]
+        self.compiled += self.builder.build([claims[each][2] for each in likely], base)
+        for order in likely:
+            seen = self.digest(claims[order][2], base)
             self._groups[order] = "" if isinstance(seen, Failure) else f"{seen:016x}"[:8]
 
     def group(self, schedule: Schedule, p: Problem) -> Group:
