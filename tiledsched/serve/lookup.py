@@ -167,7 +167,7 @@ class LookupTable:
             served = self._found(stands_for, arch, device_name)[1]
             said = f"one schedule for every batch, as for {stands_for}, not proven by digests; tune with --numerics invariant: "
             step = LinkStep(link=OneOrder.__name__, said=said, leads=True)
-            schedule = self._same_order(served.schedule, stands_for, question)
+            schedule = self._same_order(self.kernel.ordered(stands_for, served.schedule), stands_for, question)
             served = served.then(step, schedule=schedule, alternatives=(), rivals=(), is_own=False)
         return refined(INVARIANT_LAST, question, served)
 
