@@ -188,7 +188,7 @@ class Exact(Link):
         )
 
 
-class OneOrder(Link):
+class InOneOrder(Link):
     """What computes each row with the same bits, however many rows there are: of the schedules that were proven to do so, the one
     for the nearest size."""
 
@@ -196,11 +196,9 @@ class OneOrder(Link):
         """The schedule of one group, which does not depend on the sizes of the batch dims."""
         table, p, name = question.table, question.problem, question.device_name
         kernel, groups = p.declaration, defaultdict[str, list[Entry]](list)
-        for entry in table.invariant:
-            if kernel.representative(entry.problem) == kernel.representative(p):
-                groups[entry.group].append(entry)
-        if not groups:
-            return None
+        alike = kernel.representative(p)
+        for each in table.invariant:
+            groups[each.group] += [each] if kernel.representative(each.problem) == alike else []
 
         def preference(group: Sequence[Entry]) -> tuple[Any, ...]:
             here = (
@@ -212,7 +210,9 @@ class OneOrder(Link):
         def distance(entry: Entry) -> tuple[Any, ...]:
             return entry.regime != table.regime, octaves(entry.problem, p, kernel.batch_dims), entry.problem
 
-        group = max(groups.values(), key=preference)
+        group = max(filter(None, groups.values()), key=preference, default=None)
+        if group is None:
+            return None
         entry = min(group, key=distance)
         measured = f"{'this problem' if entry.problem == p else entry.problem} was measured on {table.where(entry)}"
         return Served(

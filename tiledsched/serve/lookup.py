@@ -40,7 +40,6 @@ from tiledsched.core.config import INVARIANT
 from tiledsched.core.device import SAME_CODE
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.arch_table import ArchTable
@@ -50,8 +49,8 @@ from tiledsched.serve.chain import (
     GUESSES,
     INVARIANT_LAST,
     SHARED,
+    InOneOrder,
     LinkStep,
-    OneOrder,
     Question,
     Served,
     find,
@@ -161,24 +160,15 @@ class LookupTable:
     def _in_one_order(self, problem: Problem, arch: str, device_name: str) -> Served:
         """What is served where the bits of a row must not depend on the batch: what was proven, or else one schedule for all."""
         question = Question(problem=problem, table=self._of_arch(arch), device_name=device_name)
-        served = OneOrder()(question)
+        served = InOneOrder()(question)
         if served is None:
             stands_for = self.kernel.representative(problem)
             served = self._found(stands_for, arch, device_name)[1]
             said = f"one schedule for every batch, as for {stands_for}, not proven by digests; tune with --numerics invariant: "
-            step = LinkStep(link=OneOrder.__name__, said=said, leads=True)
-            schedule = self._same_order(self.kernel.ordered(stands_for, served.schedule), stands_for, question)
+            step = LinkStep(link=InOneOrder.__name__, said=said, leads=True)
+            schedule = self.kernel.ordered(stands_for, served.schedule)
             served = served.then(step, schedule=schedule, alternatives=(), rivals=(), is_own=False)
         return refined(INVARIANT_LAST, question, served)
-
-    def _same_order(self, schedule: Schedule, chosen_for: Problem, question: Question) -> Schedule:
-        """The schedule that was chosen for another batch; where it cannot work for this one, the first that claims its order."""
-        space, problem, order_of = question.table.space, question.problem, self.kernel.reduction_order
-        if not space.unworkable(schedule, problem):
-            return schedule
-        order = order_of(chosen_for, schedule)
-        alike = (each for each in space.schedules(problem) if order_of(problem, each) == order)
-        return next(alike, schedule)
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after

@@ -147,7 +147,7 @@ def is_invariant() -> bool:
 
 def table(kernel: KernelClass) -> LookupTable:
     """The tuned table of a kernel for the GPUs of this machine, under the numerics that hold now, read once for each of these."""
-    return _table(kernel, config.INVARIANT if is_invariant() else "any")
+    return _table(kernel, config.INVARIANT if is_invariant() else "any")  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache
