@@ -328,14 +328,14 @@ def prove_in_processes(kinds: Sequence[str], processes: int, at_once: int, path:
 
 
 # Times
-def times() -> Iterator[dict[str, Any]]:
-    """A row for each case and number of rows."""
+def times(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A row for each product and number of rows, and for decoding with so many sequences and keys."""
     import torch
 
-    for case in products():
+    for case in products() if "products" in kinds else ():
         for rows in TIMED:
             yield from row(case, rows, torch.matmul)
-    for sequences, keys in DECODED:
+    for sequences, keys in DECODED if "attention" in kinds else ():
         yield from row(decoding(sequences, keys), sequences, None)
         torch.cuda.empty_cache()
 
@@ -413,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.what == "rows":
         return prove_in_processes(given.kinds, given.processes, given.at_once, given.csv)
     found: list[dict[str, Any]] = []
-    for each in times():
+    for each in times(given.kinds):
         found.append(each)
         print(*each.values(), sep="\t", flush=True)
         write(given.csv, found)
