@@ -280,7 +280,9 @@ def one_process(kinds: Sequence[str], process: int, processes: int) -> None:
 def start(kinds: Sequence[str], process: int, processes: int) -> list[Found]:
     """What another process finds, which this one waits for. Its hashes of text are its own."""
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "process"]
-    command += ["--kinds", ",".join(kinds), "--process", str(process), "--processes", str(processes)]
+    first = process % len(kinds)  # each process builds other programs first
+    turned = [*kinds[first:], *kinds[:first]]
+    command += ["--kinds", ",".join(turned), "--process", str(process), "--processes", str(processes)]
     env = os.environ | {
         "PYTHONHASHSEED": str(process + 1),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
