@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+
+torch = pytest.importorskip("torch")
+
 from fake_builds import FakeBuilds
 from fake_machine import toolchain
 from store_samples import DEVICE
@@ -18,12 +21,14 @@ from tiledsched.cli import main
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import ConfigError, load_settings
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import DeclarationError, MeasureError
+from tiledsched.core.errors import DeclarationError, MeasureError, UnsupportedError
 from tiledsched.core.problem_lists import problems_of
 from tiledsched.kernels.grouped_matmul import GroupedMatmul
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.measure.arrays import first_rows
 from tiledsched.measure.runner import Batch, Checked, Conditions, RowRunner
+from tiledsched.ops.front import operator
+from tiledsched.serve import process
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
@@ -202,6 +207,45 @@ def test_shares_of_one_block_have_the_bits_of_shares_of_several(k) -> None:
     several, one = (run_schedule(Matmul, p, s.replace(SPLIT_K=shares), inputs)["C"] for shares in (4, -4))
     assert (several.view(numpy.uint16) == one.view(numpy.uint16)).all()
     assert Matmul.reduction_order(p, s.replace(SPLIT_K=4)) == Matmul.reduction_order(p, s.replace(SPLIT_K=-4))
+
+
+def products(weight, *sizes):
+    """The rows of products of the first rows of one matrix, by torch's bits."""
+    x = torch.randn(max(sizes), weight.shape[0], generator=torch.Generator().manual_seed(1)).half()
+    return [ts.matmul(x[:size], weight).view(torch.int16) for size in sizes]
+
+
+def test_within_a_block_plans_are_those_of_every_batch(launches) -> None:
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).half()
+    plan = operator("matmul").plan_for
+    x = weight.t().contiguous()
+    before = plan(x, weight)
+    with ts.batch_invariant():
+        assert process.is_invariant()
+        inside = plan(x, weight)
+        assert "one schedule for every batch" in inside.served.reason
+        assert plan(x[:1].contiguous(), weight).served.schedule == inside.served.schedule
+        with ts.batch_invariant():
+            assert plan(x, weight) is inside
+        assert plan(x, weight) is inside
+        one, several = products(weight, 1, 70)
+        assert (several[:1] == one).all()
+    assert not process.is_invariant()
+    assert plan(x, weight) is before
+    assert ts.batch_invariant()(lambda: process.is_invariant())()
+    with ts.configure(numerics="invariant"):
+        assert "one schedule for every batch" in plan(x, weight).served.reason
+    with pytest.raises(ConfigError, match="is called first"), ts.batch_invariant:
+        pass
+
+
+def test_calls_that_only_torch_computes_are_refused(launches, monkeypatch) -> None:
+    monkeypatch.setenv("TILEDSCHED_FALLBACK", "torch")
+    q = torch.randn(1, 2, 8, 16).half()
+    mask = torch.rand(8, 8) > 0.5
+    ts.sdpa(q, q, q, attn_mask=mask | torch.eye(8, dtype=torch.bool))
+    with ts.batch_invariant(), pytest.raises(UnsupportedError, match="bits that depend on the batch"):
+        ts.sdpa(q, q, q, attn_mask=mask)
 
 
 def test_batch_dims_need_an_order() -> None:

@@ -94,6 +94,16 @@ def assert_usable(runner: GpuRunner) -> None:
     assert batch.samples_us == pytest.approx((77.0, 77.0))
 
 
+def test_rows_have_the_bits_of_the_first_rows_of_more(runner):
+    few, more = PROBLEM, PROBLEM.replace(batch=3)
+    first = runner.rows(candidate(), few, more, few)
+    assert runner.rows(candidate(), more, more, few) == first != runner.rows(candidate(), more, more, more)
+    other = candidate(rows="other-bits")
+    assert runner.rows(other, few, more, few) not in (first, runner.rows(candidate(), few, few, few))
+    assert runner.rows(candidate(rows="launch"), few, more, few).kind is FailureKind.LAUNCH_FAILURE
+    assert_usable(runner)
+
+
 @pytest.mark.parametrize("problem", [PROBLEM, PROBLEM.replace(dtype="bfloat16", causal=True)], ids=str)
 def test_right_candidate(runner, problem):
     runner.begin(problem)
