@@ -166,7 +166,8 @@ class LookupTable:
             served = self._found(stands_for, arch, device_name)[1]
             said = f"one schedule for every batch, as for {stands_for}, not proven by digests; tune with --numerics invariant: "
             step = LinkStep(link=InOneOrder.__name__, said=said, leads=True)
-            served = served.then(step, alternatives=(), rivals=(), is_own=False)
+            schedule = self.kernel.ordered(stands_for, served.schedule)
+            served = served.then(step, schedule=schedule, alternatives=(), rivals=(), is_own=False)
         return refined(INVARIANT_LAST, question, served)
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:

@@ -100,7 +100,8 @@ class InvariantTune:
         return [each for each in found if order(p, each) is not None and not self.space.unworkable(each, p)]
 
     def one_knob_away(self, base: Schedule, p: Problem) -> Iterator[Schedule]:
-        """A schedule, and those that differ from it in one knob and claim another order."""
+        """The schedule most like one that has an order, and those that differ from it in one knob and claim another order."""
+        base = self.kernel.ordered(p, base)
         yield base
         order = self.kernel.reduction_order
         for name in self.space.knobs.keys() - self.tuner.pinned:

@@ -12,7 +12,7 @@ from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 SMALLEST_PAGE = 16
 """The keys of a page are a multiple of this number."""
-REPRESENTATIVE_KEYS, REPRESENTATIVE_SEQUENCES = 4096, 8
+REPRESENTATIVE_KEYS, REPRESENTATIVE_SEQUENCES = 8192, 2
 """Keys of a sequence, and sequences that decode together, in the problem that stands for all lengths and batches."""
 TOKENS = 16 * 1024
 """Tokens in the default problem: batch * seq_q. The convention of the FlashAttention papers."""

@@ -227,7 +227,8 @@ def own_place(Out, const):
     work_tiles = ct.cdiv(seq_q, const.TILE_ROWS * const.Q_SUBTILES)
     pack, member = head // const.TILE_HEADS, head % const.TILE_HEADS
     work = (batch * (heads // const.TILE_HEADS) + pack) * work_tiles + tile // const.Q_SUBTILES
-    return batch, head, chunk, work * const.Q_SUBTILES + tile % const.Q_SUBTILES, member, row
+    place = work * const.Q_SUBTILES + tile % const.Q_SUBTILES
+    return batch, head, chunk, place, member, row
 
 
 def combine_in_order(Out, Lse, Shares, State, features, const):
