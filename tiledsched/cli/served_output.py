@@ -157,9 +157,11 @@ def _provenance(entry: Entry, compiler: str) -> str:
     measured, `same numbers` where only results that stayed the same could win, and `batch-invariant` where a row's bits do not
     depend on the batch.
     """
-    slowed, same = bool(throttled(entry, {})), bool(entry.same_numbers)
-    marks = "held down" * slowed, "stale" * stale(entry, compiler), "same numbers" * same
-    marks += ("batch-invariant" * bool(entry.group),)
+    slowed, numbers = (
+        bool(throttled(entry, {})),
+        "same numbers" if entry.same_numbers else "batch-invariant" * bool(entry.group),
+    )
+    marks = "held down" * slowed, "stale" * stale(entry, compiler), numbers
     return ", ".join(filter(None, (entry.provenance, *marks)))
 
 
