@@ -123,7 +123,7 @@ def test_one_group_is_stored_and_serves_every_size(tune, tmp_path) -> None:
     assert len({order(m, each) for m, each in served.items()}) == 1
     assert len({each.schedule for each in served.values()}) > 1
     assert served[64].provenance == "measured"
-    assert served[5].schedule == served[1].schedule
+    assert served[5].schedule == served[64].schedule  # a tile for one row would do too little
     assert not any(each.rivals or each.alternatives for each in served.values())
     said = str(explain_problem(known, Matmul.problem(m=64, **WEIGHT), "sm_90", H200.name))
     assert f"batch-invariant group {group}: equal bits at" in said

@@ -17,7 +17,7 @@ from tiledsched.core.config import INVARIANT
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
-from tiledsched.core.similarity import octaves
+from tiledsched.core.similarity import batch_distance
 from tiledsched.rivals.offers import Offer, expected_offers, forecast_offers, measured_offers, published_offers
 from tiledsched.serve.arch_table import MEASURED_PROVENANCES, ArchTable
 from tiledsched.serve.transfer import (
@@ -190,7 +190,7 @@ class Exact(Link):
 
 class InOneOrder(Link):
     """What computes each row with the same bits, however many rows there are: of the schedules that were proven to do so, the one
-    for the nearest size."""
+    for the next larger batch."""
 
     def __call__(self, question: Question) -> Served | None:
         """The schedule of one group, which does not depend on the sizes of the batch dims."""
@@ -208,7 +208,7 @@ class InOneOrder(Link):
             return *here, len(group), max(each.run_id or 0 for each in group), group[0].group
 
         def distance(entry: Entry) -> tuple[Any, ...]:
-            return entry.regime != table.regime, octaves(entry.problem, p, kernel.batch_dims), entry.problem
+            return entry.regime != table.regime, batch_distance(p, entry.problem)
 
         group = max(filter(None, groups.values()), key=preference, default=None)
         if group is None:

@@ -12,12 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.similarity import octaves
+from tiledsched.core.similarity import batch_distance
 from tiledsched.measure.runner import Failed, Measurement, RowRunner
 from tiledsched.store.records import BATCH_INVARIANT
 from tiledsched.tuning.prior import estimator, judged
@@ -26,10 +27,9 @@ from tiledsched.tuning.search import LOOKS, ProblemSearch, TuneContext
 
 PROBED = (1, 2, 3, 16, 17, 63, 64, 65, 128, 512, 2048)
 """Sizes of batch dims at which the bits of rows are compared, beside those that race."""
-FIRST_ROWS = 16
-"""Rows by which groups of equal bits are told apart first."""
-MOST_ORDERS, MOST_GROUPS = 32, 4
-"""Orders whose bits are compared, and groups that race: the most promising ones by the performance model."""
+MOST_ORDERS, MOST_GROUPS, MOST_FINALISTS = 32, 4, 2
+"""Orders whose bits are compared and groups that race, the most promising ones by the performance model; and groups that race
+again."""
 BASES = 4
 """Schedules of each size, the most promising ones, from which others of other orders are made that differ in one knob."""
 HOPELESS_RATIO = 3.0
@@ -64,23 +64,45 @@ class InvariantTune:
         """
         tried = {p: self.candidates(search) for p, search in self.searches.items()}
         self.find_groups(tried)
-        racing = self.promising(tried)
-        wanted = [(each, p) for p, listed in racing.items() for each in listed]
-        self.watcher.stage(wanted[0][1], "compiling", len(wanted))
-        self.compiled += self.builder.build_for_each(wanted, progress=lambda done, _: self.watcher.step(done))
-        times = {p: self.race(p, listed) for p, listed in racing.items()}
-        losses: dict[str, Losses] = defaultdict(lambda: defaultdict(dict))
-        for p, taken in times.items():
-            best_us = min(each.median_us for each in taken.values())
-            for schedule, each in taken.items():
-                losses[self.group(schedule, p)][p][schedule] = each.median_us / best_us
-        whole = [of for group, of in losses.items() if group and len(of) == len(times)]
-        for of in sorted(whole, key=_price):
+        times = self.measure(self.promising(tried))
+        if self.tuner.most_programs:
+            times = self.measure(self.nearby(times))
+        for of in self.losses(times):
             if chosen := self.proven(of):
                 return [self.store(p, chosen, of, times[p], len(tried[p])) for p in self.searches]
         raise MeasureError(
             f"no group of schedules gives {next(iter(times))} and its other sizes equal bits; tune with --numerics any"
         )
+
+    def measure(self, racing: Mapping[Problem, Iterable[Schedule]]) -> dict[Problem, dict[Schedule, Measurement]]:
+        """Build what races at each size, and race it."""
+        listed = {p: list(dict.fromkeys(schedules)) for p, schedules in racing.items()}
+        wanted = [(each, p) for p, schedules in listed.items() for each in schedules]
+        self.watcher.stage(wanted[0][1], "compiling", len(wanted))
+        self.compiled += self.builder.build_for_each(wanted, progress=lambda done, _: self.watcher.step(done))
+        return {p: self.race(p, schedules) for p, schedules in listed.items()}
+
+    def losses(self, times: Mapping[Problem, Mapping[Schedule, Measurement]]) -> list[Losses]:
+        """Those of each group that has a time at every size, the cheapest group first."""
+        found: dict[str, Losses] = defaultdict(lambda: defaultdict(dict))
+        for p, taken in times.items():
+            best_us = min(each.median_us for each in taken.values())
+            for schedule, each in taken.items():
+                found[self.group(schedule, p)][p][schedule] = each.median_us / best_us
+        return sorted((of for group, of in found.items() if group and len(of) == len(times)), key=_price)
+
+    def nearby(self, times: Mapping[Problem, Mapping[Schedule, Measurement]]) -> dict[Problem, list[Schedule]]:
+        """What races again at each size: the fastest schedule, the fastest of the cheapest groups, and what differs little from
+        those, also where no other search looks."""
+        racing = {p: [min(taken, key=lambda each: taken[each].median_us)] for p, taken in times.items()}
+        for of in self.losses(times)[:MOST_FINALISTS]:
+            for p, losses in of.items():
+                best = sorted(losses, key=lambda each: (losses[each], each.id))[:2]
+                others = self.space.neighbours(best[0], p, pinned=self.tuner.pinned)
+                near = [each for each in others if self.group(each, p) == self.group(best[0], p)]
+                near.sort(key=lambda each: (self.estimates[p](each, None), each.id))
+                racing[p] += [*best, *near[: self.tuner.most_programs // MOST_FINALISTS]]
+        return racing
 
     def candidates(self, search: ProblemSearch) -> list[Schedule]:
         """Schedules of one size that have an order, the most promising first: those like what is served, what differs from it or
@@ -125,20 +147,21 @@ class InvariantTune:
         return Failure(kind=FailureKind.COMPILE_ERROR, message=f"{schedule.short()} does not build for {p}")
 
     def find_groups(self, tried: Mapping[Problem, Sequence[Schedule]]) -> None:
-        """Find out which orders come to equal bits, by one schedule of each on the same few rows."""
-        base = max(self.searches)
-        few = {dim: min(FIRST_ROWS, self.largest(base).values[dim]) for dim in self.kernel.row_dims(base)}
-        base = base.replace(**few)
+        """Find out which orders come to equal bits, by one schedule of each on as many rows as there are: a few rows of sums that
+        differ may have the same bits when they are rounded."""
+        base = self.largest(max(self.searches))
         claims: dict[Hashable, tuple[Any, ...]] = {}
         for p, schedules in tried.items():
             us = {each: self.estimates[p](each, None) for each in schedules if not self.space.unworkable(each, base)}
+            known = self.searches[p].incumbents
             for each in us:
                 order = self.kernel.reduction_order(p, each)
-                claims[order] = min(claims.get(order, (math.inf,)), (us[each] / min(us.values()), each.id, each))
-        likely = sorted(claims, key=lambda each: claims[each][:2])[:MOST_ORDERS]
-        self.compiled += self.builder.build([claims[each][2] for each in likely], base)
+                claim = each not in known, us[each] / min(us.values()), each.id, each
+                claims[order] = min(claims.get(order, claim), claim)
+        likely = sorted(claims, key=lambda each: claims[each][:3])[:MOST_ORDERS]
+        self.compiled += self.builder.build([claims[each][3] for each in likely], base)
         for order in likely:
-            seen = self.digest(claims[order][2], base, base)
+            seen = self.digest(claims[order][3], base, base)
             self.groups[order] = "" if isinstance(seen, Failure) else f"{seen:016x}"[:8]
 
     def promising(self, tried: Mapping[Problem, Sequence[Schedule]]) -> dict[Problem, list[Schedule]]:
@@ -155,7 +178,8 @@ class InvariantTune:
         most = max(1, self.tuner.most_programs // max(1, len(whole[:MOST_GROUPS])))
         return {
             p: [
-                *dict.fromkeys([*search.incumbents, search.default]),
+                *search.incumbents,
+                search.default,
                 *(each for group in whole[:MOST_GROUPS] for each in of_group[group][p][:most]),
             ]
             for p, search in self.searches.items()
@@ -164,7 +188,7 @@ class InvariantTune:
     def race(self, p: Problem, schedules: Sequence[Schedule]) -> dict[Schedule, Measurement]:
         """What the programs of one size take that compute right, by each schedule that builds to one."""
         search, rules = self.searches[p], LOOKS[self.tuner.regime]
-        programs = self.builder.programs(list(dict.fromkeys(schedules)), p, self.runner.device)
+        programs = self.builder.programs(schedules, p, self.runner.device)
         self.watcher.stage(p, "measuring", len(programs))
         self.runner.begin(p)
         rules = replace(rules, check_all=True, hopeless_ratio=HOPELESS_RATIO)
@@ -180,12 +204,10 @@ class InvariantTune:
 
     def probes(self, p: Problem) -> list[Problem]:
         """The sizes at which the schedule of one that is tuned serves, and at which it is proven; itself first."""
-        dims, found = self.kernel.batch_dims, [p]
+        found = [p]
         for dim in self.kernel.row_dims(p):
             sizes = (p.replace(**{dim: size}) for size in PROBED if size <= getattr(self.largest(p), dim))
-            found += [
-                each for each in sizes if min(self.searches, key=lambda q: (octaves(q, each, dims), q)) == p != each
-            ]
+            found += [each for each in sizes if min(self.searches, key=partial(batch_distance, each)) == p != each]
         return found
 
     def proven(self, losses: Losses) -> dict[Problem, Schedule]:
