@@ -34,7 +34,16 @@ from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, Res
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
-from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, step_keys, steps_per_turn
+from tiledsched.kernels.attention.tiling import (
+    ROWS_PER_WARP,
+    WARPGROUP_ROWS,
+    combines_later,
+    pack_width,
+    packs,
+    splits,
+    step_keys,
+    steps_per_turn,
+)
 
 # Counted or published.
 FP32_PER_SCORE = 4.0
@@ -49,11 +58,6 @@ SINGLE_WARP_RATE = 0.125
 """Share of the tensor rate that products of single warps reach, from the H200's decoding kernels of 16 rows."""
 LAST_WAVE = 0.25
 """Exponent of the factor by which a partly filled last wave lengthens the memory time, from the H200's decoding kernels."""
-ROWS_PER_WARP = 16
-"""Rows of a tensor-core product that one warp holds, on every arch."""
-
-WARPGROUP_ROWS = 64
-"""Fewest rows for which the compiler uses wgmma or tcgen05."""
 SWIZZLE_PAIRS = 8
 """(batch, head) pairs that a swizzled order takes together, as in the kernel."""
 

@@ -11,10 +11,10 @@ from typing import Any
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 
-WARP_ROWS = 16
-"""Rows of a product that one warp computes at once. With fewer rows for each warp, several warps share the keys of a row."""
+ROWS_PER_WARP = 16
+"""Rows of a tensor-core product that one warp holds, on every arch. With fewer rows, several warps share the keys of a row."""
 WARPGROUP_ROWS = 64
-"""Rows from which on products are those of four warps together, where the GPU has such instructions."""
+"""Fewest rows for which the compiler uses wgmma or tcgen05."""
 SMALLEST_SPAN, LARGEST_SPAN = 2, 64
 """Steps of shares of a fixed size."""
 COMBINED_ELEMENTS = 8192
@@ -122,7 +122,7 @@ def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...] | None:
     if ordered(p, s) != s:
         return None
     rows, names = s.number("tile_m"), ("accum_mode", "division", "column_parts", "num_ctas")
-    sharing = max(1, s.number("num_worker_warps") * WARP_ROWS // rows)
+    sharing = max(1, s.number("num_worker_warps") * ROWS_PER_WARP // rows)
     keys = span_steps(s), tile_keys(p, s), step_keys(s)
     return *keys, rows >= WARPGROUP_ROWS, sharing, *(s.get(name) for name in names)
 
@@ -134,10 +134,8 @@ def ordered(p: Problem, s: Schedule) -> Schedule:
     go forward, sums are rescaled at each step, and bounds are checked, so that the schedule works for all sizes.
     """
     changed = s.replace(kv_direction="forward", lazy_rescale=False, check_bounds=True)
-    if p.packed:
-        return changed.replace(kv_splits=1)
-    if span_steps(s) or splits(p, s) == 1:
-        return changed
+    if p.packed or span_steps(s) or splits(p, s) == 1:
+        return changed.replace(kv_splits=1) if p.packed else changed
     steps = -(-int(p.seq_k) // (splits(p, s) * step_keys(s)))
     span = min(max(1 << (steps - 1).bit_length(), SMALLEST_SPAN), LARGEST_SPAN)
     return changed.replace(kv_splits=span, kv_combine="in_order", column_parts=1)
