@@ -140,9 +140,9 @@ def test_sizes_between_those_that_race_are_proven(tune) -> None:
 
 
 def test_a_schedule_that_breaks_its_claim_fails_and_another_serves(tune, tmp_path) -> None:
-    first = next(iter(tune(sizes=(1, 64)).entries)).schedule
+    first = next(entry.schedule for entry in tune(sizes=(1, 64)).entries if entry.problem.m == 64)
     liar = Gpu(lambda p, s: s == first and p.m == 2)
-    second = next(entry for entry in tune(gpu=liar, sizes=(1, 64)).entries if entry.problem.m == 1)
+    second = next(entry for entry in tune(gpu=liar, sizes=(1, 64)).entries if entry.problem.m == 64)
     assert second.schedule != first
     with TuningDB.open(tmp_path / "tuning.db") as db:
         (failed,) = db.failures("sm_90", second.problem)
