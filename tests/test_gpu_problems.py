@@ -56,7 +56,7 @@ CASES = [
     (LONG, {"tile_n": 128, "pack_gqa": True, "kv_splits": 16, "kv_combine": "launch", "latency_k": 4}),
     (LONG, {"tile_n": 64, "pack_gqa": True, "kv_splits": 8, "kv_combine": "launch", "occupancy": 2}),
     (LONG, {"tile_n": 128, "pack_gqa": True, "kv_splits": 2, "kv_combine": "in_order", "occupancy": 2}),
-    (DECODE.replace(head_dim=96, heads=2), {"kv_splits": 4, "kv_combine": "in_order", "column_parts": 2}),
+    (DECODE.replace(head_dim=96, heads=2), {"kv_splits": 4, "kv_combine": "in_order"}),
 ]
 
 

@@ -141,7 +141,7 @@ MISTAKES = {
         PROMPT,
     ),
     "sums of each share's own maximum": (
-        "row_sum + own_sum.reshape((const.TILE_M, 1)) * own_weight",
+        "row_sum + own_sum.reshape((const.TILE_M, 1)) * share_weight",
         "row_sum",
         PROMPT,
     ),

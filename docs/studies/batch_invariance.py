@@ -277,23 +277,23 @@ def one_process(kinds: Sequence[str], process: int, processes: int) -> None:
                 torch.cuda.empty_cache()
 
 
-def start(kinds: Sequence[str], process: int, processes: int) -> list[Found]:
-    """What another process finds, which this one waits for. Its hashes of text are its own."""
-    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "process"]
+def start(kinds: Sequence[str], processes: int, ends_s: float, process: int) -> list[Found]:
+    """What another process finds by a time of `time.monotonic()`, at which it is killed. Its hashes of text are its own."""
     first = process % len(kinds)  # each process builds other programs first
-    turned = [*kinds[first:], *kinds[:first]]
-    command += ["--kinds", ",".join(turned), "--process", str(process), "--processes", str(processes)]
-    env = os.environ | {
-        "PYTHONHASHSEED": str(process + 1),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found = [Found(**json.loads(line)) for line in lines]
-    if done.returncode:
-        print(f"process {process} ended with {done.returncode}: {done.stderr[-1500:]}", file=sys.stderr, flush=True)
-        found.append(Found(case="process", mode="failed", process=process, digest="", numbers=[0], unequal=[0]))
+    turned = ",".join([*kinds[first:], *kinds[:first]])
+    command = [sys.executable, "-m", "docs.studies.batch_invariance", "process", "--kinds", turned]
+    command += ["--process", str(process), "--processes", str(processes)]
+    env = os.environ | {"PYTHONHASHSEED": str(process + 1), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            printed, errors = running.communicate(timeout=max(0.1, ends_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            running.kill()
+            printed, errors = running.communicate()
+    found = [Found(**json.loads(line)) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
+    if running.returncode:
+        print(f"process {process} ended with {running.returncode}: {errors[-1500:]}", file=sys.stderr, flush=True)
+        found.append(Found(case="process", mode="ended", process=process, digest="", numbers=[0], unequal=[0]))
     return found
 
 
@@ -316,13 +316,12 @@ def summary(found: Sequence[Found]) -> tuple[list[str], bool]:
     return lines, right
 
 
-def prove_in_processes(kinds: Sequence[str], processes: int, at_once: int, path: str) -> int:
-    """Start the processes, print what they found, and write it; 1 if any bits differ."""
+def prove_in_processes(kinds: Sequence[str], processes: int, at_once: int, most_s: float, path: str) -> int:
+    """Start the processes, print what they found, and write it; 1 if any bits differ, or a process did not finish."""
     began = time.monotonic()
     with ThreadPoolExecutor(at_once) as pool:
-        found = [
-            each for of in pool.map(lambda number: start(kinds, number, processes), range(processes)) for each in of
-        ]
+        of_process = pool.map(partial(start, kinds, processes, began + most_s), range(processes))
+        found = [each for of in of_process for each in of]
     write(path, [asdict(each) | {"numbers": len(each.numbers), "unequal": str(each.unequal)} for each in found])
     lines, right = summary(found)
     print("\n".join([*lines, f"{processes} processes, {time.monotonic() - began:.0f} s"]))
@@ -404,6 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag("--kinds", type=lambda text: text.split(","), default=list(KINDS), help=f"of {', '.join(KINDS)}"),
         flag("--processes", type=positive, default=60, help="processes that prove"),
         flag("--at-once", type=positive, default=10, help="how many of them run at the same time"),
+        flag("--most-seconds", type=positive, default=3600, help="seconds after which processes are killed"),
         flag("--process", type=int, default=0, help=argparse.SUPPRESS),
         flag("--csv", default="batch_invariance.csv", help="the file that the rows are written to"),
         description=__doc__.splitlines()[0],
@@ -413,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one_process(given.kinds, given.process, given.processes)
         return 0
     if given.what == "rows":
-        return prove_in_processes(given.kinds, given.processes, given.at_once, given.csv)
+        return prove_in_processes(given.kinds, given.processes, given.at_once, given.most_seconds, given.csv)
     found: list[dict[str, Any]] = []
     for each in times(given.kinds):
         found.append(each)

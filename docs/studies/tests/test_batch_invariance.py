@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import tiledsched as ts
 from docs.studies.batch_invariance import PROBED, Case, Found, numbers_of, prove, rates, summary
 
 ROWS = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
@@ -40,6 +41,30 @@ def test_rows_with_other_bits_are_found(function, wrong):
     found = list(prove(case(function), 0, 100, modes=("eager",)))
     assert [each.unequal for each in found] == [wrong]
     assert whole(3, 5).dtype == torch.uint8
+
+
+def test_sdpa_serves_decoding_and_chunks_in_one_order_each(launches):
+    """As on a GPU, but for the launch, which runs the kernel in the interpreter; 700 keys take two shares or more."""
+    q, k, v = (torch.randn(4, heads, 700, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    decoding = Case(
+        name="decoding",
+        rows=4,
+        function=ts.sdpa,
+        tensors=lambda first, rows: (q[first : first + rows, :, :1], *(each[first : first + rows] for each in (k, v))),
+    )
+    chunks = Case(
+        name="chunks",
+        rows=40,
+        least=2,
+        function=partial(ts.sdpa, causal="bottom_right"),
+        tensors=lambda first, rows: (q[:1, :, first : first + rows], *(each[:1, :, : first + rows] for each in (k, v))),
+        rows_of=lambda out: out[0].transpose(0, 1),
+    )
+    with ts.batch_invariant():
+        found = [each for case in (decoding, chunks) for each in prove(case, 0, 20, modes=("eager",))]
+    assert [each.unequal for each in found] == [[], []]
+    grids = {grid[0] for _, grid, _, _ in launches[:2]}
+    assert max(grids) > 4 * 2  # more blocks than sequences and heads: keys are shared
 
 
 def test_the_summary_counts_what_is_equal_and_tells_processes_apart():

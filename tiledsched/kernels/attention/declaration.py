@@ -165,8 +165,7 @@ class Attention(Kernel):
         from tiledsched.kernels.attention import entries
 
         kind = "attention_varlen" if p.is_varlen else "attention_features" if p.has_features else "attention"
-        share = "_span" if span_steps(s) else "_share"
-        kind += share if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
+        kind += "_share" if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
 
@@ -179,7 +178,6 @@ class Attention(Kernel):
         from tiledsched.kernels.attention import entries
 
         kind = "attention_features_combine" if p.has_features or p.is_varlen else "attention_combine"
-        kind += "_in_order" if span_steps(s) else ""
         combine: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return [first, (combine, (p.batch * p.heads * -(-p.seq_q // combined_rows(p, s)),))]
 
@@ -229,12 +227,12 @@ class Attention(Kernel):
             "PAGE": p.page,
             "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
         }
-        if combines_later(p, s):  # the launch that combines shares takes three more
+        if combines_later(p, s):  # the launches of shares take four more
             found |= {
                 "COMBINE_ROWS": combined_rows(p, s),
                 "TILE_ROWS": rows_per_tile(p, s),
                 "TILE_HEADS": tile_heads(p, s),
-                **({"KV_SPAN": span_steps(s)} if span_steps(s) else {}),
+                "KV_SPAN": span_steps(s),
             }
         return found
 

@@ -19,7 +19,7 @@ import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features
 from tiledsched.kernels.attention.flat import run_flat_loop
-from tiledsched.kernels.attention.split import Combining, combine_in_order, combine_shares, compute_share, compute_split
+from tiledsched.kernels.attention.split import Combining, combine_shares, compute_share, compute_split
 from tiledsched.kernels.attention.tiles import Constants, schedule_work
 
 # The head dimension is a compile-time constant. Saying so also keeps cuTile from making a size-one batch axis static,
@@ -339,96 +339,11 @@ def attention_share(
     Q_IN_REGISTERS: Bool,
     UNROLL: Int,
     PEEL_FIRST: Bool,
-):
-    """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`.
-
-    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
-    """
-    const = Constants(
-        TILE_M,
-        TILE_N,
-        TILE_D,
-        GROUP,
-        CAUSAL,
-        EVEN,
-        FP16_ACCUM,
-        LATENCY_K,
-        LATENCY_V,
-        LOOP_SPLIT,
-        BLOCK_ORDER,
-        PERSISTENT,
-        KV_DIRECTION,
-        Q_SUBTILES,
-        KV_SUBTILES,
-        QK_AHEAD,
-        TMA_LOADS,
-        TMA_STORE,
-        CHECK_BOUNDS,
-        IEEE_DIVISION,
-        LAZY_RESCALE,
-        BOTTOM_RIGHT,
-        REST_D,
-        TILE_V,
-        REST_V,
-        PACK,
-        KV_SPLITS,
-        FLAT_STEPS,
-        RELOAD_Q,
-        Q_AHEAD,
-        STORE_LATE,
-        Q_IN_REGISTERS,
-        UNROLL,
-        PEEL_FIRST,
-    )
-    compute_share(Q, K, V, Shares, State, scale_log2, None, const)
-
-
-def attention_span(
-    Q: HeadArray,
-    K: HeadArray,
-    V: HeadArray,
-    Shares: ShareArray,
-    State: StateArray,
-    scale_log2: float,
-    TILE_M: Int,
-    TILE_N: Int,
-    TILE_D: Int,
-    GROUP: Int,
-    CAUSAL: Bool,
-    EVEN: Bool,
-    FP16_ACCUM: Bool,
-    LATENCY_K: Int,
-    LATENCY_V: Int,
-    LOOP_SPLIT: Bool,
-    BLOCK_ORDER: Int,
-    PERSISTENT: Int,
-    KV_DIRECTION: Int,
-    Q_SUBTILES: Int,
-    KV_SUBTILES: Int,
-    QK_AHEAD: Bool,
-    TMA_LOADS: Bool,
-    TMA_STORE: Bool,
-    CHECK_BOUNDS: Bool,
-    IEEE_DIVISION: Bool,
-    LAZY_RESCALE: Bool,
-    BOTTOM_RIGHT: Bool,
-    REST_D: Int,
-    TILE_V: Int,
-    REST_V: Int,
-    PACK: Int,
-    KV_SPLITS: Int,
-    FLAT_STEPS: Int,
-    RELOAD_Q: Bool,
-    Q_AHEAD: Bool,
-    STORE_LATE: Bool,
-    Q_IN_REGISTERS: Bool,
-    UNROLL: Int,
-    PEEL_FIRST: Bool,
     KV_SPAN: Int,
 ):
     """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`.
 
-    Each block takes KV_SPAN steps of the keys of a work tile, and a later launch combines these shares in order.
+    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
     """
     const = Constants(
         TILE_M,
@@ -840,115 +755,11 @@ def attention_features_share(
     SINKS: Bool,
     STARTS: Bool,
     LENGTHS: Bool,
-):
-    """Attention with optional features; see :mod:`tiledsched.kernels.attention.features`.
-
-    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
-    """
-    const = Constants(
-        TILE_M,
-        TILE_N,
-        TILE_D,
-        GROUP,
-        CAUSAL,
-        EVEN,
-        FP16_ACCUM,
-        LATENCY_K,
-        LATENCY_V,
-        LOOP_SPLIT,
-        BLOCK_ORDER,
-        PERSISTENT,
-        KV_DIRECTION,
-        Q_SUBTILES,
-        KV_SUBTILES,
-        QK_AHEAD,
-        TMA_LOADS,
-        TMA_STORE,
-        CHECK_BOUNDS,
-        IEEE_DIVISION,
-        LAZY_RESCALE,
-        BOTTOM_RIGHT,
-        REST_D,
-        TILE_V,
-        REST_V,
-        PACK,
-        KV_SPLITS,
-        FLAT_STEPS,
-        RELOAD_Q,
-        Q_AHEAD,
-        STORE_LATE,
-        Q_IN_REGISTERS,
-        UNROLL,
-        PEEL_FIRST,
-        WINDOW,
-        WINDOW_RIGHT,
-        SOFTCAP,
-        SINKS,
-        STARTS,
-        LENGTHS,
-    )
-    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale)
-    compute_share(Q, K, V, Shares, State, scale_log2, features, const)
-
-
-def attention_features_span(
-    Q: HeadArray,
-    K: HeadArray,
-    V: HeadArray,
-    Shares: ShareArray,
-    State: StateArray,
-    Sinks: ct.Array,
-    Starts: ct.Array,
-    Lengths: ct.Array,
-    scale_log2: float,
-    cap_scale: float,
-    window: int,
-    window_right: int,
-    TILE_M: Int,
-    TILE_N: Int,
-    TILE_D: Int,
-    GROUP: Int,
-    CAUSAL: Bool,
-    EVEN: Bool,
-    FP16_ACCUM: Bool,
-    LATENCY_K: Int,
-    LATENCY_V: Int,
-    LOOP_SPLIT: Bool,
-    BLOCK_ORDER: Int,
-    PERSISTENT: Int,
-    KV_DIRECTION: Int,
-    Q_SUBTILES: Int,
-    KV_SUBTILES: Int,
-    QK_AHEAD: Bool,
-    TMA_LOADS: Bool,
-    TMA_STORE: Bool,
-    CHECK_BOUNDS: Bool,
-    IEEE_DIVISION: Bool,
-    LAZY_RESCALE: Bool,
-    BOTTOM_RIGHT: Bool,
-    REST_D: Int,
-    TILE_V: Int,
-    REST_V: Int,
-    PACK: Int,
-    KV_SPLITS: Int,
-    FLAT_STEPS: Int,
-    RELOAD_Q: Bool,
-    Q_AHEAD: Bool,
-    STORE_LATE: Bool,
-    Q_IN_REGISTERS: Bool,
-    UNROLL: Int,
-    PEEL_FIRST: Bool,
-    WINDOW: Bool,
-    WINDOW_RIGHT: Bool,
-    SOFTCAP: Bool,
-    SINKS: Bool,
-    STARTS: Bool,
-    LENGTHS: Bool,
     KV_SPAN: Int,
 ):
     """Attention with optional features; see :mod:`tiledsched.kernels.attention.features`.
 
-    Each block takes KV_SPAN steps of the keys of a work tile, and a later launch combines these shares in order.
+    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
     """
     const = Constants(
         TILE_M,
@@ -1394,124 +1205,11 @@ def attention_varlen_share(
     PACKED: Bool,
     PAGE: Int,
     PAGE_BY_PAGE: Bool,
-):
-    """Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`.
-
-    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
-    """
-    const = Constants(
-        TILE_M,
-        TILE_N,
-        TILE_D,
-        GROUP,
-        CAUSAL,
-        EVEN,
-        FP16_ACCUM,
-        LATENCY_K,
-        LATENCY_V,
-        LOOP_SPLIT,
-        BLOCK_ORDER,
-        PERSISTENT,
-        KV_DIRECTION,
-        Q_SUBTILES,
-        KV_SUBTILES,
-        QK_AHEAD,
-        TMA_LOADS,
-        TMA_STORE,
-        CHECK_BOUNDS,
-        IEEE_DIVISION,
-        LAZY_RESCALE,
-        BOTTOM_RIGHT,
-        REST_D,
-        TILE_V,
-        REST_V,
-        PACK,
-        KV_SPLITS,
-        FLAT_STEPS,
-        RELOAD_Q,
-        Q_AHEAD,
-        STORE_LATE,
-        Q_IN_REGISTERS,
-        UNROLL,
-        PEEL_FIRST,
-        WINDOW,
-        WINDOW_RIGHT,
-        SOFTCAP,
-        SINKS,
-        STARTS,
-        LENGTHS,
-        PACKED,
-        PAGE,
-        PAGE_BY_PAGE,
-    )
-    features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
-    compute_share(Q, K, V, Shares, State, scale_log2, features, const)
-
-
-def attention_varlen_span(
-    Q: HeadArray,
-    K: HeadArray,
-    V: HeadArray,
-    Shares: ShareArray,
-    State: StateArray,
-    Sinks: ct.Array,
-    Starts: ct.Array,
-    Lengths: ct.Array,
-    CuQ: ct.Array,
-    CuK: ct.Array,
-    Table: ct.Array,
-    scale_log2: float,
-    cap_scale: float,
-    window: int,
-    window_right: int,
-    TILE_M: Int,
-    TILE_N: Int,
-    TILE_D: Int,
-    GROUP: Int,
-    CAUSAL: Bool,
-    EVEN: Bool,
-    FP16_ACCUM: Bool,
-    LATENCY_K: Int,
-    LATENCY_V: Int,
-    LOOP_SPLIT: Bool,
-    BLOCK_ORDER: Int,
-    PERSISTENT: Int,
-    KV_DIRECTION: Int,
-    Q_SUBTILES: Int,
-    KV_SUBTILES: Int,
-    QK_AHEAD: Bool,
-    TMA_LOADS: Bool,
-    TMA_STORE: Bool,
-    CHECK_BOUNDS: Bool,
-    IEEE_DIVISION: Bool,
-    LAZY_RESCALE: Bool,
-    BOTTOM_RIGHT: Bool,
-    REST_D: Int,
-    TILE_V: Int,
-    REST_V: Int,
-    PACK: Int,
-    KV_SPLITS: Int,
-    FLAT_STEPS: Int,
-    RELOAD_Q: Bool,
-    Q_AHEAD: Bool,
-    STORE_LATE: Bool,
-    Q_IN_REGISTERS: Bool,
-    UNROLL: Int,
-    PEEL_FIRST: Bool,
-    WINDOW: Bool,
-    WINDOW_RIGHT: Bool,
-    SOFTCAP: Bool,
-    SINKS: Bool,
-    STARTS: Bool,
-    LENGTHS: Bool,
-    PACKED: Bool,
-    PAGE: Int,
-    PAGE_BY_PAGE: Bool,
     KV_SPAN: Int,
 ):
     """Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`.
 
-    Each block takes KV_SPAN steps of the keys of a work tile, and a later launch combines these shares in order.
+    KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.
     """
     const = Constants(
         TILE_M,
@@ -1573,6 +1271,7 @@ def attention_combine(
     TILE_HEADS: Int,
     Q_SUBTILES: Int,
     KV_SPLITS: Int,
+    KV_SPAN: Int,
     TILE_V: Int,
     REST_V: Int,
     IEEE_DIVISION: Bool,
@@ -1580,7 +1279,7 @@ def attention_combine(
 ):
     """Out and Lse from the shares of `attention_share`; see :func:`tiledsched.kernels.attention.split.combine_shares`."""
     const = Combining(
-        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
+        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, KV_SPAN, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
     )
     combine_shares(Out, Lse, Shares, State, None, const)
 
@@ -1596,6 +1295,7 @@ def attention_features_combine(
     TILE_HEADS: Int,
     Q_SUBTILES: Int,
     KV_SPLITS: Int,
+    KV_SPAN: Int,
     TILE_V: Int,
     REST_V: Int,
     IEEE_DIVISION: Bool,
@@ -1612,6 +1312,7 @@ def attention_features_combine(
         TILE_HEADS,
         Q_SUBTILES,
         KV_SPLITS,
+        KV_SPAN,
         TILE_V,
         REST_V,
         IEEE_DIVISION,
@@ -1622,67 +1323,6 @@ def attention_features_combine(
         LENGTHS,
     )
     combine_shares(Out, Lse, Shares, State, Features(Sinks, None, None, 0, 0, 0.0), const)
-
-
-def attention_combine_in_order(
-    Out: HeadArray,
-    Lse: RowArray,
-    Shares: ShareArray,
-    State: StateArray,
-    COMBINE_ROWS: Int,
-    TILE_ROWS: Int,
-    TILE_HEADS: Int,
-    Q_SUBTILES: Int,
-    KV_SPLITS: Int,
-    TILE_V: Int,
-    REST_V: Int,
-    IEEE_DIVISION: Bool,
-    BOTTOM_RIGHT: Bool,
-):
-    """Out and Lse from the shares of `attention_span`; see :func:`tiledsched.kernels.attention.split.combine_in_order`."""
-    const = Combining(
-        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
-    )
-    combine_in_order(Out, Lse, Shares, State, None, const)
-
-
-def attention_features_combine_in_order(
-    Out: HeadArray,
-    Lse: RowArray,
-    Shares: ShareArray,
-    State: StateArray,
-    Sinks: ct.Array,
-    COMBINE_ROWS: Int,
-    TILE_ROWS: Int,
-    TILE_HEADS: Int,
-    Q_SUBTILES: Int,
-    KV_SPLITS: Int,
-    TILE_V: Int,
-    REST_V: Int,
-    IEEE_DIVISION: Bool,
-    BOTTOM_RIGHT: Bool,
-    WINDOW: Bool,
-    SINKS: Bool,
-    STARTS: Bool,
-    LENGTHS: Bool,
-):
-    """Out and Lse from the shares of `attention_features_span` or `attention_varlen_span`."""
-    const = Combining(
-        COMBINE_ROWS,
-        TILE_ROWS,
-        TILE_HEADS,
-        Q_SUBTILES,
-        KV_SPLITS,
-        TILE_V,
-        REST_V,
-        IEEE_DIVISION,
-        BOTTOM_RIGHT,
-        WINDOW,
-        SINKS,
-        STARTS,
-        LENGTHS,
-    )
-    combine_in_order(Out, Lse, Shares, State, Features(Sinks, None, None, 0, 0, 0.0), const)
 
 
 def widened(entry):

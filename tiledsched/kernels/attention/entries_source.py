@@ -36,7 +36,7 @@ import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features
 from tiledsched.kernels.attention.flat import run_flat_loop
-from tiledsched.kernels.attention.split import Combining, combine_in_order, combine_shares, compute_share, compute_split
+from tiledsched.kernels.attention.split import Combining, combine_shares, compute_share, compute_split
 from tiledsched.kernels.attention.tiles import Constants, schedule_work
 
 # The head dimension is a compile-time constant. Saying so also keeps cuTile from making a size-one batch axis static,
@@ -54,7 +54,7 @@ CounterArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,), st
 Int = ct.Constant[int]
 Bool = ct.Constant[bool]
 '''
-COMBINING = '''
+TAIL = '''
 
 def attention_combine(
     Out: HeadArray,
@@ -66,6 +66,7 @@ def attention_combine(
     TILE_HEADS: Int,
     Q_SUBTILES: Int,
     KV_SPLITS: Int,
+    KV_SPAN: Int,
     TILE_V: Int,
     REST_V: Int,
     IEEE_DIVISION: Bool,
@@ -73,7 +74,7 @@ def attention_combine(
 ):
     """Out and Lse from the shares of `attention_share`; see :func:`tiledsched.kernels.attention.split.combine_shares`."""
     const = Combining(
-        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
+        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, KV_SPAN, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
     )
     combine_shares(Out, Lse, Shares, State, None, const)
 
@@ -89,6 +90,7 @@ def attention_features_combine(
     TILE_HEADS: Int,
     Q_SUBTILES: Int,
     KV_SPLITS: Int,
+    KV_SPAN: Int,
     TILE_V: Int,
     REST_V: Int,
     IEEE_DIVISION: Bool,
@@ -105,6 +107,7 @@ def attention_features_combine(
         TILE_HEADS,
         Q_SUBTILES,
         KV_SPLITS,
+        KV_SPAN,
         TILE_V,
         REST_V,
         IEEE_DIVISION,
@@ -115,16 +118,7 @@ def attention_features_combine(
         LENGTHS,
     )
     combine_shares(Out, Lse, Shares, State, Features(Sinks, None, None, 0, 0, 0.0), const)
-'''
-IN_ORDER = {
-    "_combine(": "_combine_in_order(",
-    "combine_shares": "combine_in_order",
-    "attention_share`": "attention_span`",
-    "features_share`": "features_span`",
-    "varlen_share`": "varlen_span`",
-}
-"""What is different in the kernels that combine shares of a fixed size."""
-TAIL = '''
+
 
 def widened(entry):
     """A copy of `entry` with 64-bit indices into q, k, v and the output, for arrays of more than 2**31 - 1 elements."""
@@ -154,8 +148,9 @@ ANNOTATIONS = {
 """Array -> its annotation; all others are plain arrays."""
 PADDED = " ".join(PADDED_ARRAYS)
 VARLEN = ("PACKED", "PAGE", "PAGE_BY_PAGE")
-SPAN = "KV_SPAN"
 """Constants of packed sequences and of keys in pages."""
+SPAN = "        KV_SPAN=KV_SPAN,"
+"""The constant of kernels whose shares a later launch combines, behind those that have a place."""
 KINDS = {
     "attention": ("", "Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`."),
     "attention_features": (
@@ -185,35 +180,33 @@ LAUNCHES = {
         "KV_SPLITS blocks share the keys of a work tile, and a later launch combines the shares.",
         "compute_share(Q, K, V, Shares, State, scale_log2, {features}, const)",
     ),
-    "_span": (
-        "Q K V Shares State",
-        "Each block takes KV_SPAN steps of the keys of a work tile, and a later launch combines these shares in order.",
-        "compute_share(Q, K, V, Shares, State, scale_log2, {features}, const)",
-    ),
 }
 """Ending of a kernel's name -> its arrays, a second line about it, and its call."""
 
 
 def source() -> str:
     """The text of `entries.py`."""
-    in_order = COMBINING
-    for plain, changed in IN_ORDER.items():
-        in_order = in_order.replace(plain, changed)
-    return "\n".join([HEAD.rstrip("\n"), *_kernels(), COMBINING.rstrip("\n"), in_order.rstrip("\n"), TAIL])
+    return "\n".join([HEAD.rstrip("\n"), *_kernels(), TAIL])
 
 
 def _kernels() -> Iterable[str]:
     for kind, (more, about) in KINDS.items():
         optional = kind != "attention"
-        constants = [each for each in fields(Constants) if (optional or not _is_optional(each)) and each.name != SPAN]
+        *constants, span = [
+            each for each in fields(Constants) if optional or not _is_optional(each) or each.name in SPAN
+        ]
         if kind != "attention_varlen":
             constants = [each for each in constants if each.name not in VARLEN]
         numbers = ["scale_log2: float"] + ["cap_scale: float", "window: int", "window_right: int"] * optional
         given = ", ".join([*PADDED_ARRAYS, "window", "window_right", "cap_scale", *more.split()[len(PADDED_ARRAYS) :]])
         for ending, (arrays, also, call) in LAUNCHES.items():
-            lines = ["    const = Constants(", *(f"        {each.name}," for each in constants), "    )"]
-            more_constants = [each for each in fields(Constants) if each.name == SPAN and ending == "_span"]
-            lines[-1:-1] = [f"        {each.name}={each.name}," for each in more_constants]
+            own = [span] if ending == "_share" else []
+            lines = [
+                "    const = Constants(",
+                *(f"        {each.name}," for each in constants),
+                *[SPAN] * len(own),
+                "    )",
+            ]
             lines += [f"    features = Features({given})"] * optional
             call = call.format(features="features" if optional else "None")
             if call.startswith("schedule_work") and kind != "attention_varlen":
@@ -222,7 +215,7 @@ def _kernels() -> Iterable[str]:
             else:
                 lines.append(f"    {call}")
             named = [*arrays.split(), *more.split()]
-            yield _function(f"{kind}{ending}", named, numbers, [*constants, *more_constants], [about, also], lines)
+            yield _function(f"{kind}{ending}", named, numbers, [*constants, *own], [about, also], lines)
 
 
 def _is_optional(constant: Field[Any]) -> bool:

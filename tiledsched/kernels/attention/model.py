@@ -34,7 +34,7 @@ from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, Res
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
-from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, steps_per_turn
+from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, step_keys, steps_per_turn
 
 # Counted or published.
 FP32_PER_SCORE = 4.0
@@ -215,11 +215,6 @@ def estimate_us(
 def block_rows(schedule: Schedule) -> int:
     """Rows of one piece of work; those of several heads where they are packed."""
     return schedule.number("tile_m") * schedule.number("q_subtiles")
-
-
-def step_keys(schedule: Schedule) -> int:
-    """Keys of one step."""
-    return schedule.number("tile_n") * schedule.number("kv_subtiles")
 
 
 def pieces_of(problem: Problem, schedule: Schedule) -> int:

@@ -221,12 +221,11 @@ def representative(p: Any) -> Any:
     One row that is aligned at the last key has no causal mask, so that both kinds differ in more than in sizes.
     """
     keys = max(REPRESENTATIVE_KEYS, 2 * (p.window + p.window_right))
-    keys = -(-keys // p.page) * p.page if p.page else keys
-    sequences = REPRESENTATIVE_SEQUENCES if p.mean_rows == 1 else 1
-    rows = 1 if p.mean_rows == 1 else keys
+    keys += -keys % max(1, p.page)
+    sequences, rows = (REPRESENTATIVE_SEQUENCES, 1) if p.mean_rows == 1 else (1, keys)
     if p.packed:
-        packed = max(2, sequences)
-        return p.replace(seq_q=rows * packed, seq_k=keys if p.page else keys * packed, packed=packed)
+        together = max(2, sequences)
+        return p.replace(seq_q=rows * together, seq_k=keys * (1 if p.page else together), packed=together)
     return p.replace(batch=sequences, seq_q=rows, seq_k=keys)
 
 
@@ -235,9 +234,9 @@ def row_dims(p: Any) -> tuple[str, ...]:
 
     Rows may follow where the mask does not move with them, and keys where a row does not see them.
     """
-    top_left = p.alignment == "top_left"
-    unseen = p.causal and top_left and not p.window_right
-    return (() if p.packed else ("batch",)) + ("seq_q",) * top_left + ("seq_k",) * unseen
+    rows = ("seq_q",) if p.alignment == "top_left" else ()
+    keys = ("seq_k",) if rows and p.causal and not p.window_right else ()
+    return (() if p.packed else ("batch",)) + rows + keys
 
 
 def flops(p: Any) -> float:

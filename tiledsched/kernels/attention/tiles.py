@@ -162,7 +162,7 @@ class Constants:
     """Keys of a page; 0 where a sequence's keys lie end to end."""
     PAGE_BY_PAGE: bool = False
     """Whether each page of a tile is looked up by itself."""
-    # Only the kernels whose shares have a fixed size know the following.
+    # Only the kernels whose shares a later launch combines know the following.
     KV_SPAN: int = 0
     """Steps of each share of the keys, counted from the sequence's first key; 0 where KV_SPLITS shares are about equal."""
 

@@ -61,9 +61,13 @@ def span_steps(s: Schedule) -> int:
 def splits(p: Problem, s: Schedule) -> int:
     """Blocks that share the keys of one work tile: a power of two."""
     if span_steps(s):
-        keys = span_steps(s) * s.number("tile_n") * s.number("kv_subtiles")
-        return 1 << (-(-int(p.seq_k) // keys) - 1).bit_length()
+        return 1 << (-(-int(p.seq_k) // (span_steps(s) * step_keys(s))) - 1).bit_length()
     return int(s.get("kv_splits", 1))
+
+
+def step_keys(s: Schedule) -> int:
+    """Keys of one step."""
+    return s.number("tile_n") * s.number("kv_subtiles")
 
 
 def combines_later(p: Problem, s: Schedule) -> bool:
@@ -117,11 +121,10 @@ def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...] | None:
     """
     if ordered(p, s) != s:
         return None
-    keys, rows = tile_keys(p, s), s.number("tile_m")
-    steps = s.number("kv_subtiles") * s.number("tile_n") // keys
+    rows, names = s.number("tile_m"), ("accum_mode", "division", "column_parts", "num_ctas")
     sharing = max(1, s.number("num_worker_warps") * WARP_ROWS // rows)
-    names = ("accum_mode", "division", "column_parts", "num_ctas")
-    return span_steps(s), keys, steps, rows >= WARPGROUP_ROWS, sharing, *(s.get(name) for name in names)
+    keys = span_steps(s), tile_keys(p, s), step_keys(s)
+    return *keys, rows >= WARPGROUP_ROWS, sharing, *(s.get(name) for name in names)
 
 
 def ordered(p: Problem, s: Schedule) -> Schedule:
@@ -135,6 +138,6 @@ def ordered(p: Problem, s: Schedule) -> Schedule:
         return changed.replace(kv_splits=1)
     if span_steps(s) or splits(p, s) == 1:
         return changed
-    keys = splits(p, s) * s.number("tile_n") * s.number("kv_subtiles")
-    span = 1 << (-(-int(p.seq_k) // keys) - 1).bit_length()
-    return changed.replace(kv_splits=min(max(span, SMALLEST_SPAN), LARGEST_SPAN), kv_combine="in_order")
+    steps = -(-int(p.seq_k) // (splits(p, s) * step_keys(s)))
+    span = min(max(1 << (steps - 1).bit_length(), SMALLEST_SPAN), LARGEST_SPAN)
+    return changed.replace(kv_splits=span, kv_combine="in_order", column_parts=1)
