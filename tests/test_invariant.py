@@ -140,14 +140,18 @@ def test_sizes_between_those_that_race_are_proven(tune) -> None:
 
 
 def test_a_schedule_that_breaks_its_claim_fails_and_another_serves(tune, tmp_path) -> None:
-    first = next(iter(tune(sizes=(1, 64)).entries)).schedule
-    liar = Gpu(lambda p, s: s == first and p.m == 2)
-    second = next(entry for entry in tune(gpu=liar, sizes=(1, 64)).entries if entry.problem.m == 1)
-    assert second.schedule != first
+    asked = []
+
+    def first_at_2(p, s) -> bool:
+        asked.extend([s] if p.m == 2 else [])
+        return p.m == 2 and s == asked[0]
+
+    entry = next(each for each in tune(gpu=Gpu(first_at_2), sizes=(1, 64)).entries if each.problem.m == 64)
     with TuningDB.open(tmp_path / "tuning.db") as db:
-        (failed,) = db.failures("sm_90", second.problem)
-    assert (failed.schedule, str(failed.failure.kind)) == (first, "other_numbers")
+        (failed,) = db.failures("sm_90", entry.problem)
+    assert (failed.schedule, str(failed.failure.kind)) == (asked[0], "other_numbers")
     assert "computes other bits for m=2" in failed.failure.message
+    assert entry.schedule == asked[1]
 
 
 def test_nothing_is_stored_where_no_group_holds_at_all_sizes(tune, tmp_path) -> None:

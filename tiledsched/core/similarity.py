@@ -124,7 +124,7 @@ def octaves(p: Any, q: Any, names: Sequence[str] | None = None) -> float:
 
 
 def batch_distance(p: Any, q: Any) -> tuple[Any, ...]:
-    """How little a schedule for the batch of `q` suits that of `p`, as a sort key: tiles for more rows hold fewer as well, and not
+    """How little a schedule for the batch of `q` suits that of `p`, as a sort key: tiles for more rows hold fewer as well, not
     the other way round."""
     dims = p.declaration.batch_dims
     return sum(q.values[dim] < p.values[dim] for dim in dims), octaves(p, q, dims), q
