@@ -97,8 +97,8 @@ class InvariantTune:
         racing = {p: [min(taken, key=lambda each: taken[each].median_us)] for p, taken in times.items()}
         for of in self.losses(times)[:MOST_FINALISTS]:
             for p, losses in of.items():
-                best = sorted(losses, key=lambda each: (losses[each], each.id))[:2]
-                others = self.space.neighbours(best[0], p, pinned=self.tuner.pinned)
+                best = sorted(losses, key=lambda each: (losses[each], each.id))[:BASES]
+                others = {n: None for each in best for n in self.space.neighbours(each, p, pinned=self.tuner.pinned)}
                 near = [each for each in others if self.group(each, p) == self.group(best[0], p)]
                 near.sort(key=lambda each: (self.estimates[p](each, None), each.id))
                 racing[p] += [*best, *near[: self.tuner.most_programs // MOST_FINALISTS]]
