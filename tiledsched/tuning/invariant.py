@@ -7,6 +7,7 @@ fastest schedule of any group, by geometric mean over the sizes; its schedules a
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -21,15 +22,14 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import batch_distance
 from tiledsched.measure.runner import Failed, Measurement, RowRunner
 from tiledsched.store.records import BATCH_INVARIANT
-from tiledsched.tuning.prior import estimator, judged
+from tiledsched.tuning.prior import estimator
 from tiledsched.tuning.results import TuneResult
 from tiledsched.tuning.search import LOOKS, ProblemSearch, TuneContext
 
 PROBED = (1, 2, 3, 16, 17, 63, 64, 65, 128, 512, 2048)
 """Sizes of batch dims at which the bits of rows are compared, beside those that race."""
 MOST_ORDERS, MOST_GROUPS, MOST_FINALISTS = 32, 4, 2
-"""Orders whose bits are compared and groups that race, the most promising ones by the performance model; and groups that race
-again."""
+"""Orders whose bits are compared at least, where there are so many; groups that race; and groups that race again."""
 BASES = 4
 """Schedules of each size, the most promising ones, from which others of other orders are made that differ in one knob."""
 HOPELESS_RATIO = 3.0
@@ -97,42 +97,46 @@ class InvariantTune:
         racing = {p: [min(taken, key=lambda each: taken[each].median_us)] for p, taken in times.items()}
         for of in self.losses(times)[:MOST_FINALISTS]:
             for p, losses in of.items():
-                best = sorted(losses, key=lambda each: (losses[each], each.id))[:2]
-                others = self.space.neighbours(best[0], p, pinned=self.tuner.pinned)
+                best = sorted(losses, key=lambda each: (losses[each], each.id))[:BASES]
+                others = {n: None for each in best for n in self.space.neighbours(each, p, pinned=self.tuner.pinned)}
                 near = [each for each in others if self.group(each, p) == self.group(best[0], p)]
-                near.sort(key=lambda each: (self.estimates[p](each, None), each.id))
-                racing[p] += [*best, *near[: self.tuner.most_programs // MOST_FINALISTS]]
+                racing[p] += [*best, *self.by_time(p, near)[: self.tuner.most_programs // MOST_FINALISTS]]
         return racing
 
     def candidates(self, search: ProblemSearch) -> list[Schedule]:
         """Schedules of one size that have an order, the most promising first: those like what is served, what differs from it or
         from the model's favourites in one knob, and what the model likes."""
-        p, pinned, estimate = search.problem, self.tuner.pinned, self.estimates[search.problem]
-
-        def us(schedule: Schedule) -> tuple[float, str]:
-            return estimate(schedule, None), schedule.id
-
+        p, pinned, ordered = search.problem, self.tuner.pinned, self.kernel.ordered
         search.incumbents = search.find_incumbents(self.runner.device_name)
         listed, _ = self.space.listed(p, pinned=pinned | self.space.modelled_pins(), deadline_s=search.listed_s())
-        by_time = sorted(judged(listed, estimate, search.listed_s()), key=us)
+        by_time = self.by_time(p, listed)
         bases = [*search.incumbents, *search.winners_elsewhere(), *by_time[:BASES]]
-        near = {self.kernel.ordered(p, each): None for base in bases for each in self.one_knob_away(base, p)}
-        found = dict.fromkeys([*sorted(near, key=us), *(self.kernel.ordered(p, each) for each in by_time)])
-        order = self.kernel.reduction_order
-        return [each for each in found if order(p, each) is not None and not self.space.unworkable(each, p)]
+        near = {ordered(p, each): None for base in bases for each in self.one_knob_away(base, p)}
+        like_served = [ordered(p, each) for each in search.incumbents]
+        found = dict.fromkeys([*like_served, *self.by_time(p, near), *(ordered(p, each) for each in by_time)])
+        return [each for each in found if self.order(each, p) is not None and not self.space.unworkable(each, p)]
+
+    def by_time(self, p: Problem, schedules: Iterable[Schedule]) -> list[Schedule]:
+        """Schedules in the order of their modelled times."""
+        estimate = self.estimates[p]
+        return sorted(schedules, key=lambda each: (estimate(each, None), each.id))
+
+    def order(self, schedule: Schedule, p: Problem) -> Hashable:
+        """The order in which a schedule claims to sum; None where its bits depend on the batch."""
+        found: Hashable = self.kernel.reduction_order(p, schedule)
+        return found
 
     def one_knob_away(self, base: Schedule, p: Problem) -> Iterator[Schedule]:
         """The schedule most like one that has an order, and those that differ from it in one knob and claim another order."""
         base = self.kernel.ordered(p, base)
         yield base
-        order = self.kernel.reduction_order
         for name in self.space.knobs.keys() - self.tuner.pinned:
             others = (base.replace(**{name: value}) for value in self.space.knobs[name].choices)
-            yield from (each for each in others if order(p, each) != order(p, base))
+            yield from (each for each in others if self.order(each, p) != self.order(base, p))
 
     def group(self, schedule: Schedule, p: Problem) -> str:
         """The name of the group that a schedule claims to be of; empty where it is of none."""
-        return self.groups.get(self.kernel.reduction_order(p, schedule), "")
+        return self.groups.get(self.order(schedule, p), "")
 
     def largest(self, p: Problem) -> Problem:
         """The problem with as many rows as any that is tuned, whose first rows are those of `p`."""
@@ -150,18 +154,13 @@ class InvariantTune:
         """Find out which orders come to equal bits, by one schedule of each on as many rows as there are: a few rows of sums that
         differ may have the same bits when they are rounded."""
         base = self.largest(max(self.searches))
-        claims: dict[Hashable, tuple[Any, ...]] = {}
-        for p, schedules in tried.items():
-            us = {each: self.estimates[p](each, None) for each in schedules if not self.space.unworkable(each, base)}
-            known = self.searches[p].incumbents
-            for each in us:
-                order = self.kernel.reduction_order(p, each)
-                claim = each not in known, us[each] / min(us.values()), each.id, each
-                claims[order] = min(claims.get(order, claim), claim)
-        likely = sorted(claims, key=lambda each: claims[each][:3])[:MOST_ORDERS]
-        self.compiled += self.builder.build([claims[each][3] for each in likely], base)
-        for order in likely:
-            seen = self.digest(claims[order][3], base, base)
+        likely: dict[Hashable, Schedule] = {}
+        for row in itertools.zip_longest(*([(each, p) for each in listed] for p, listed in tried.items())):
+            for each, p in filter(None, row if len(likely) < MOST_ORDERS else ()):
+                likely.setdefault(self.order(each, p), each)
+        self.compiled += self.builder.build(likely.values(), base)
+        for order, schedule in likely.items():
+            seen = self.digest(schedule, base, base)
             self.groups[order] = "" if isinstance(seen, Failure) else f"{seen:016x}"[:8]
 
     def promising(self, tried: Mapping[Problem, Sequence[Schedule]]) -> dict[Problem, list[Schedule]]:
