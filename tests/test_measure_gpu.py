@@ -96,11 +96,12 @@ def assert_usable(runner: GpuRunner) -> None:
 
 def test_rows_have_the_bits_of_the_first_rows_of_more(runner):
     few, more = PROBLEM, PROBLEM.replace(batch=3)
-    first = runner.rows(candidate(), few, more, few)
-    assert runner.rows(candidate(), more, more, few) == first != runner.rows(candidate(), more, more, more)
-    other = candidate(rows="other-bits")
-    assert runner.rows(other, few, more, few) not in (first, runner.rows(candidate(), few, few, few))
-    assert runner.rows(candidate(rows="launch"), few, more, few).kind is FailureKind.LAUNCH_FAILURE
+    first = runner.rows(candidate(), few, more, [few])
+    both = runner.rows(candidate(), more, more, [few, more])
+    assert (both[:1], both[0] == both[1]) == (first, False)
+    other = runner.rows(candidate(rows="other-bits"), few, more, [few])
+    assert other not in (first, runner.rows(candidate(), few, few, [few]))
+    assert runner.rows(candidate(rows="launch"), few, more, [few]).kind is FailureKind.LAUNCH_FAILURE
     assert_usable(runner)
 
 
