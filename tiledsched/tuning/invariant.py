@@ -23,7 +23,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import batch_distance
 from tiledsched.measure.runner import Failed, Measurement, RowRunner
 from tiledsched.store.records import BATCH_INVARIANT
-from tiledsched.tuning.prior import estimator
+from tiledsched.tuning.prior import estimator, plain_schedules
 from tiledsched.tuning.results import TuneResult
 from tiledsched.tuning.search import LOOKS, ProblemSearch, TuneContext
 
@@ -81,10 +81,9 @@ class InvariantTune:
     def candidates(self, search: ProblemSearch) -> list[Schedule]:
         """Schedules of one size that have an order, the most promising first: those like what is served, what differs from it or
         from the model's favourites in one knob, and what the model likes."""
-        p, pinned, ordered = search.problem, self.tuner.pinned, self.kernel.ordered
+        p, ordered = search.problem, self.kernel.ordered
         search.incumbents = search.find_incumbents(self.runner.device_name)
-        listed, _ = self.space.listed(p, pinned=pinned | self.space.modelled_pins(), deadline_s=search.listed_s())
-        by_time = self.by_time(p, listed)
+        by_time = plain_schedules(self.space, p, self.tuner.pinned, self.estimates[p], search.listed_s())
         bases = [*search.incumbents, *search.winners_elsewhere(), *by_time[:BASES]]
         near = {ordered(p, each): None for base in bases for each in self.one_knob_away(base, p)}
         like_served = [ordered(p, each) for each in search.incumbents]
