@@ -291,7 +291,7 @@ def _check_fields(kernel: KernelClass) -> None:
     sizes = {*kernel.fields, *kernel.derived}
     named = [(f"label[{short!r}]", name) for short, names in labels_of(kernel).items() for name in names]
     axes = [(where, axis) for where in ("axes", "batch_dims") for axis in getattr(kernel, where)]
-    if kernel.batch_dims and kernel.reduction_order is None:
+    if kernel.batch_dims and kernel.reduction_order is Declaration.reduction_order:
         _fail(kernel, "batch_dims", "say which schedules sum in the same order, too: def reduction_order(p, s): ...")
     for where, name in [*named, *axes]:
         if name not in sizes:

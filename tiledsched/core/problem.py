@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -406,9 +406,13 @@ class Declaration:
 
     batch_sizes: ClassVar[tuple[int, ...]] = (1, 16, 64, 128, 256, 512, 1024, 2048)
     """Sizes of the first of `batch_dims` that a tune of batch-invariant schedules races where none is named."""
-    reduction_order: ClassVar[Any] = None
-    """`reduction_order(p, s)`: a hashable value. Schedules of equal value claim that they compute each row with the same bits, at
-    every size of `batch_dims`. A tune proves claims on the GPU, and refuses the schedules that break them."""
+
+    @staticmethod
+    def reduction_order(p: Any, s: Any) -> Hashable:
+        """A value for the order in which each row is summed. Schedules of equal value claim that they compute each row with the
+        same bits, at every size of `batch_dims`; None claims nothing. A tune proves claims on the GPU, and refuses broken ones.
+        """
+        return None
 
     @classmethod
     def ordered(cls, p: Any, s: Schedule) -> Schedule:

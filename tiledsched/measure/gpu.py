@@ -305,10 +305,12 @@ class GpuRunner:
             self._expected_us[candidate.artifact.fingerprint] = answer.first_look_us
         return answer
 
-    def rows(self, candidate: Candidate, problem: Problem, largest: Problem, first: Problem) -> int | Failure:
-        """Load it, run it on the first rows of the largest problem's inputs, and take a digest of its first rows."""
-        arguments = self._kernel.locator(), problem, largest, first
-        answer: int | Failure = self.ask(
+    def rows(
+        self, candidate: Candidate, problem: Problem, largest: Problem, sizes: Sequence[Problem]
+    ) -> list[int] | Failure:
+        """Load it, run it on the first rows of the largest problem's inputs, and take digests of its first rows."""
+        arguments = self._kernel.locator(), problem, largest, sizes
+        answer: list[int] | Failure = self.ask(
             self._timeouts.begin_s, "rows", *arguments, candidates=[candidate], problem=problem
         )
         return answer

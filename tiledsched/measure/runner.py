@@ -232,7 +232,9 @@ class Runner(Protocol):
 class RowRunner(Runner, Protocol):
     """A runner that also tells which bits rows have."""
 
-    def rows(self, candidate: Candidate, problem: Problem, largest: Problem, first: Problem) -> int | Failure:
-        """Run `candidate` for `problem` on inputs whose rows are the first rows of those of `largest`, always the same ones; a
-        digest of the rows of the outputs that `first` has, too.
+    def rows(
+        self, candidate: Candidate, problem: Problem, largest: Problem, sizes: Sequence[Problem]
+    ) -> list[int] | Failure:
+        """Run `candidate` for `problem` on inputs whose rows are the first rows of those of `largest`, always the same ones;
+        digests of the first rows of the outputs, as many as each of `sizes` has.
         """

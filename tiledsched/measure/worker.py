@@ -222,9 +222,11 @@ def check(state: State, launch: Launch) -> Checked | Failure:
     return Checked(accuracy=accuracy, first_look_us=elapsed_us)
 
 
-def rows(state: State, locator: str, problem: Problem, largest: Problem, first: Problem, launch: Launch) -> int:
-    """A digest of those rows of the outputs that `first` has, too. Inputs are drawn for `largest`, from one seed, and `problem`
-    has their first rows, so that each row of the inputs is the same in problems of all sizes.
+def rows(
+    state: State, locator: str, problem: Problem, largest: Problem, sizes: Sequence[Problem], launch: Launch
+) -> list[int]:
+    """Digests of the first rows of the outputs, as many as each of `sizes` has. Inputs are drawn for `largest`, from one seed;
+    `problem` has their first rows, so that each row of the inputs is the same in problems of all sizes.
     """
     kernel, rng = _declared(locator), cupy.random.default_rng(0)
     drawn, own = random_inputs(kernel, cupy, rng, largest), own_inputs(kernel, cupy, rng, problem)
@@ -234,7 +236,7 @@ def rows(state: State, locator: str, problem: Problem, largest: Problem, first: 
     try:
         arrays.clear(launch.scratch)
         _poisoned_launch(state, launch, arrays.cases[0])
-        return arrays.digest(first_rows(cupy, arrays.outputs, output_specs(kernel, first)))
+        return [arrays.digest(first_rows(cupy, arrays.outputs, output_specs(kernel, each))) for each in sizes]
     finally:
         state.arrays = kept
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -195,25 +195,18 @@ class InOneOrder(Link):
     def __call__(self, question: Question) -> Served | None:
         """The schedule of one group, which does not depend on the sizes of the batch dims."""
         table, p, name = question.table, question.problem, question.device_name
-        kernel, groups = p.declaration, defaultdict[str, list[Entry]](list)
-        alike = kernel.representative(p)
-        for each in table.invariant:
-            groups[each.group] += [each] if kernel.representative(each.problem) == alike else []
-
-        def preference(group: Sequence[Entry]) -> tuple[Any, ...]:
-            here = (
-                all(each.device_name == name for each in group),
-                all(each.compiler == table.compiler for each in group),
-            )
-            return *here, len(group), max(each.run_id or 0 for each in group), group[0].group
-
-        def distance(entry: Entry) -> tuple[Any, ...]:
-            return entry.regime != table.regime, batch_distance(p, entry.problem)
-
-        group = max(filter(None, groups.values()), key=preference, default=None)
-        if group is None:
+        stands_for = p.declaration.representative
+        known = [each for each in table.invariant if stands_for(each.problem) == stands_for(p)]
+        if not known:
             return None
-        entry = min(group, key=distance)
+        sizes = Counter(each.group for each in known)
+
+        def preference(entry: Entry) -> tuple[Any, ...]:
+            here = entry.device_name == name, entry.compiler == table.compiler
+            return *here, sizes[entry.group], entry.run_id or 0, entry.group
+
+        group = [each for each in known if each.group == max(known, key=preference).group]
+        entry = min(group, key=lambda each: (each.regime != table.regime, batch_distance(p, each.problem)))
         measured = f"{'this problem' if entry.problem == p else entry.problem} was measured on {table.where(entry)}"
         return Served(
             schedule=table.space.complete(entry.schedule),

@@ -22,9 +22,9 @@ Of choices that were not measured the first is served whose program is not known
 A problem that was not measured in the requested regime or accuracy class is served by its measurement in the other regime, or in
 the exact class, and the reason says so. A less exact class never takes the place of the exact one.
 
-Where `numerics` is "invariant", the bits of a row must not depend on how many rows there are. Then the schedule of the nearest
-batch is served, of one group that was proven to have equal bits; where the problem was never tuned so, one schedule serves every
-batch: the one for a size that the kernel declares. Neither rule lets the batch choose between other bits.
+Where `numerics` is "invariant", the bits of a row must not depend on how many rows there are. Then the schedule of the next
+larger batch is served, of one group that was proven to have equal bits. Where the problem was never tuned so, one schedule serves
+every batch: the one for a size that the kernel declares. Neither rule lets the batch choose between other bits.
 """
 
 from __future__ import annotations

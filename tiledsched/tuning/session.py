@@ -108,7 +108,7 @@ class Session(Resources):
                 )
                 results = tuner.tune(wanted, worths)
             device = gpu.device_name if gpu else self.device_here
-            settings = replace(settings, numerics=INVARIANT if invariant else settings.numerics)
+            settings = replace(settings, numerics=INVARIANT if invariant else "any")
             entries = served_now(self, kernel, settings, [each.entry for each in results], device, options.space)
         return TuneReport(
             kernel=kernel,

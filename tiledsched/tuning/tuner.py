@@ -92,12 +92,11 @@ class Tuner(TuneContext):
         for each in problems:
             families.setdefault(each.declaration.representative(each), []).append(each)
         ends = deadlines(self.options.budget_s, len(families))
-        found = [
+        return [
             result
             for family, deadline_s in zip(families.values(), ends, strict=True)
             for result in InvariantTune(self, self.runner, family, deadline_s).run()
         ]
-        return sorted(found, key=lambda result: problems.index(result.entry.problem))
 
     def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float]) -> list[TuneResult]:
         ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
