@@ -35,8 +35,8 @@ from typing import Any
 
 from docs.studies.flags import flag, parser_with, positive
 
-WEIGHTS = ((4096, 4096), (3584, 18944), (28672, 4096), (6144, 4096), (4096, 14336), (8192, 8192))
-"""Outputs and inputs of linear layers of Llama 3 and Qwen 2.5."""
+WEIGHTS = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (10240, 8192))
+"""Outputs and inputs of linear layers of Llama 3 with 8 and with 70 billion parameters."""
 ROWS, SEQUENCES = 2048, 64
 """Rows of products, norms and prompts, and sequences that decode."""
 PROBED = (1, 2, 3, 16, 17, 63, 64, 65, 128, 512, 2048)
