@@ -86,7 +86,13 @@ class Rules:
         )
 
 
-RULES = {"burst": Rules(short_factor=4), "sustained": Rules(opening_rounds=20, heat_rounds=40, most_rounds=400)}
+PACED = Rules(short_factor=4)
+RULES = {
+    "burst": PACED,
+    "sustained": Rules(opening_rounds=20, heat_rounds=40, most_rounds=400),
+    "graph": PACED,
+    "graph-cold": PACED,
+}
 """Rules of each regime: at the power cap samples follow each other at once, and spread more; paced ones do where they are
 short.
 """
@@ -154,7 +160,7 @@ def race(
         preference: schedules preferred within a tie, first first; others follow by id. So a tie resolves the same
             way every time.
         rules: how long to look; None for those of the regime.
-        regime: burst or sustained.
+        regime: burst, sustained, graph or graph-cold.
         known_us: time of the fastest program known already; what is hopeless against it is not raced.
         deadline_s: `time.monotonic()` after which no new work starts. The default schedule should come first.
         on_outcome: called once per candidate and race as its outcome is final, also when the race is interrupted.

@@ -19,7 +19,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import DRAWN
-from tiledsched.measure.runner import Runner
+from tiledsched.measure.runner import GRAPHS, Runner
 from tiledsched.store.records import BuildRecord
 from tiledsched.tuning.builder import Program, deadlines
 from tiledsched.tuning.prior import estimator, judged
@@ -52,8 +52,8 @@ class Tuner(TuneContext):
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
                 are stored.
             MeasureError: the GPU cannot be used, or was never alone long enough; the problems before are stored.
-            ConfigError: neighbours or the same numbers are wanted, and nothing is measured that would tell them; or the runner
-                does not tell whether outputs are the same.
+            ConfigError: neighbours, the same numbers, graphs or a full memory are wanted, and nothing is measured that would tell
+                them; or the runner does not tell whether outputs are the same.
         """
         for wanted, why, flag in (
             (
@@ -66,9 +66,16 @@ class Tuner(TuneContext):
                 "only a GPU tells whether results are the same bit for bit",
                 "numerics same",
             ),
+            (self.regime in GRAPHS, "what a graph takes is known only where it is replayed", "deploy graph"),
+            (self.options.beside_gib is not None, "only a GPU has memory to take", "beside"),
         ):
             if wanted and self.runner is None:
                 raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
+        deployed = self.regime in GRAPHS or self.options.beside_gib is not None
+        if deployed and self.runner is not None and self.runner.name == "replay":
+            raise ConfigError(
+                "a recording replays no graphs and takes no memory; leave out --deploy, --cold and --beside"
+            )
         if worths is not None:
             return self._tune_by_worth(problems, worths)
         results: list[TuneResult] = []
