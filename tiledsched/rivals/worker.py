@@ -150,13 +150,12 @@ class TimedRivals:
         calls = [ours, *(each.call for each in trials)]
         host_us, warm = max(each.host_us for each in trials), regime == "graph"
         watch, refused = TorchStopwatch(torch, calls, flush, host_us=host_us, warm=warm), set()
-        looked = try_call(torch, ours, flush)
         if regime == "sustained":
-            capture_short(watch, [looked, *trials])
+            capture_short(watch, [try_call(torch, ours, flush), *trials])
         elif (
             regime in GRAPHS
         ):  # as our own are timed; what changes arrays in place is given them anew for one launch only
-            short = warm and looked.look_us < GRAPH_BELOW_US and not state.arrays.changed
+            short = warm and not state.arrays.changed and try_call(torch, ours, flush).look_us < GRAPH_BELOW_US
             held = [watch.capture(index, GRAPH_LAUNCHES if short else 1) for index in range(len(calls))]
             refused = {name for name, captured in zip(tried, held[1:], strict=True) if not captured}
         log = ConditionsLog(state.ours, time.time())

@@ -101,14 +101,15 @@ class LookupTable:
         return self._with(_tables=self._tables | {arch: of_arch})
 
     def without(self, problem: Problem, arch: str) -> LookupTable:
-        """This table, as if neither the problem nor another one that is the same work had been measured."""
-        return self._with(_tables=self._tables | {arch: self._around(problem, arch).without(problem)}, _near=None)
+        """This table, as if neither the problem nor another one that is the same work were measured, and nothing in graphs."""
+        tables = self._tables | {arch: self._around(problem, arch).without(problem)}
+        return self._with(_tables=tables, _near=None, _of_graphs=None)
 
     def _with(self, **changes: Any) -> LookupTable:
         """This table with other attributes; answers are found anew."""
         other = copy.copy(self)
-        vars(other).update(changes, _answers={})
         vars(other).pop("_of_graphs", None)
+        vars(other).update(changes, _answers={})
         return other
 
     def resolve_captured(self, problem: Problem, arch: str, device_name: str = "") -> Served | None:
