@@ -230,8 +230,8 @@ def test_explain_tells_what_a_graph_holds():
     )
 
 
-def serving(launches, kernel, p, **tiles):
-    """Serve entries of a problem: a tile by regime."""
+def serving(runtime, kernel, p, **tiles):
+    """Serve entries of a problem in a runtime: a tile by regime."""
     space = space_for("sm_90", kernel)
     entries = [
         BURST.replace(
@@ -243,7 +243,7 @@ def serving(launches, kernel, p, **tiles):
         )
         for regime, tile in tiles.items()
     ]
-    launches.runtime.load_table = lambda settings, **more: LookupTable(entries, kernel, regime=settings.regime)
+    runtime.load_table = lambda settings, **more: LookupTable(entries, kernel, regime=settings.regime)
     process.forget_plans()
 
 
@@ -256,7 +256,7 @@ def grids(launches):
 
 def test_a_capture_holds_the_winner_in_graphs(launches):
     x = torch.arange(100.0)
-    serving(launches, kernels.Total, kernels.Total.problem(size=100), burst=32, graph=64)
+    serving(launches.runtime, kernels.Total, kernels.Total.problem(size=100), burst=32, graph=64)
     with capturing(), pytest.raises(LaunchError, match="once with these shapes"):
         total(x)
     assert grids(launches) == []
@@ -273,14 +273,14 @@ def test_a_capture_holds_the_winner_in_graphs(launches):
 def test_without_times_in_graphs_calls_look_for_nothing(launches):
     x = torch.arange(100.0)
     for more, elsewhere in (({}, False), ({"graph": 32}, False), ({"graph_cold": 64}, True)):
-        serving(launches, kernels.Total, kernels.Total.problem(size=100), burst=32, **more)
+        serving(launches.runtime, kernels.Total, kernels.Total.problem(size=100), burst=32, **more)
         plan = total.plan_for(x)
         assert (plan.launch_on != plan.device, plan.captured is not None) == (elsewhere, elsewhere)
 
 
 def test_what_works_in_place_works_once(launches):
     x = torch.ones(40)
-    serving(launches, kernels.Scale, kernels.Scale.problem(size=40), burst=32, graph=16)
+    serving(launches.runtime, kernels.Scale, kernels.Scale.problem(size=40), burst=32, graph=16)
     scale_(x)
     assert (grids(launches), bool((x == 2).all())) == ([3, 2], True)
     with capturing():
@@ -290,7 +290,7 @@ def test_what_works_in_place_works_once(launches):
 
 def test_a_schedule_of_graphs_that_fails_costs_the_graphs_alone(launches, caplog):
     x, real = torch.arange(100.0), launches.runtime.launch
-    serving(launches, kernels.Total, kernels.Total.problem(size=100), burst=32, graph=64)
+    serving(launches.runtime, kernels.Total, kernels.Total.problem(size=100), burst=32, graph=64)
 
     def launch(stream, grid, kernel, arguments):
         if grid == (2, 1, 1):
