@@ -196,8 +196,8 @@ def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) ->
     if not options["report"]:
         steps.append(("which knobs matter, with charts", ["report", *same, *flags("regime"), "-o", "report"]))
     if report.measured:
-        timed = flags("db") if options["regime"] in GRAPHS else flags("db", "regime")
-        steps.append(("how it compares with other implementations", ["bench", *named, *timed, *first]))
+        how = flags("db", *(() if options["regime"] in GRAPHS else ("regime",)))
+        steps.append(("how it compares with other implementations", ["bench", *named, *how, *first]))
     elif any(result.left for result in report.results) and not any(result.more for result in report.results):
         everything = max(result.schedules + result.left for result in report.results)
         steps.append(("build the others, too", [*_without(run.words, "--trials"), "--trials", str(everything)]))

@@ -23,7 +23,14 @@ from tiledsched.measure.arrays import Launch, launch_of, scratch_bytes
 from tiledsched.measure.lock import GpuLock, hold
 from tiledsched.measure.nvml import expected_name
 from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
-from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
+from tiledsched.measure.timing import (
+    BURST_GAP_S,
+    GRAPH_BELOW_US,
+    GRAPH_LAUNCHES,
+    SHORT_US,
+    launches_in_graph,
+    steady_gap,
+)
 
 WORKER_COMMAND = python_command("tiledsched.measure.worker")
 END_TIMEOUT_S = 60.0
@@ -284,8 +291,8 @@ class GpuRunner:
         self._beginning = True
         if self._starting and self._lock is None:
             return  # it does so once the GPU is held
-        request = self._kernel.locator(), self._problem, self._draw_seed("inputs"), self.beside_gib
-        self._worker.send("begin", *request)
+        seed = self._draw_seed("inputs")
+        self._worker.send("begin", self._kernel.locator(), self._problem, seed, self.beside_gib)
 
     def wait(self) -> None:
         """Wait until the worker is ready for candidates. Whoever asks something of it waits by itself."""
@@ -293,8 +300,7 @@ class GpuRunner:
             self._await_start()
         if self._beginning:
             self._beginning = False
-            answer = self._expect(self._timeouts.begin_s, "begin", f"cannot prepare {self._problem}")
-            self._workspace_bytes = answer
+            self._workspace_bytes = self._expect(self._timeouts.begin_s, "begin", f"cannot prepare {self._problem}")
 
     def probe(self, candidate: Candidate) -> float | Failure:
         """Load it and time a launch."""
@@ -374,13 +380,13 @@ class GpuRunner:
             assert self._problem is not None
             # A graph of several launches does not restore the arrays that they change.
             changes = any(spec.role == "inout" for spec in self._kernel.arrays(self._problem))
-            graphs = self._expected(fastest) < GRAPH_BELOW_US and not changes
-            self._graph_launches = GRAPH_LAUNCHES if graphs else 0
-        if regime == "sustained":
-            return
-        if self._gap_ms is None and self._expected(fastest) < SHORT_US:
-            self._gap_ms = SHORT_GAP_MS
-        elif self._gap_ms is None:
+            us = self._expected(fastest)
+            short = GRAPH_LAUNCHES if us < GRAPH_BELOW_US and not changes else 0
+            self._graph_launches = launches_in_graph(us, changes) if regime == "graph" else short
+        if regime != "sustained" and self._gap_ms is None:
+            if self._expected(fastest) < SHORT_US:
+                self._gap_ms = SHORT_GAP_MS
+                return
             timeout_s = self._timeouts.sample_s + self._timeouts.each_sample_s * 100
             timeout_s += CALIBRATION_LAUNCHES * self._expected(fastest) / 1e6
             answer = self.ask(timeout_s, "calibrate", candidates=[fastest])
@@ -395,8 +401,8 @@ class GpuRunner:
         self, candidates: Sequence[Candidate], rounds: int, regime: str
     ) -> list[Batch | Failure] | Failure:
         limits = self._timeouts
-        short = self._graph_launches or 0
-        graph_launches = {"sustained": short, "graph": short or 1, "graph-cold": 1}.get(regime, 0)
+        settled = self._graph_launches or 0
+        graph_launches = {"sustained": settled, "graph": settled or 1, "graph-cold": 1}.get(regime, 0)
         gap_ms = DEFAULT_GAP_MS if self._gap_ms is None else self._gap_ms
         expected_s = sum(map(self._expected, candidates)) / 1e6 * max(1, graph_launches)
         timeout_s = limits.sample_s + rounds * (len(candidates) * limits.each_sample_s + limits.slack * expected_s)

@@ -46,7 +46,17 @@ GRAPH_BELOW_US = 150.0
 launch such a kernel than the GPU to run it, and events would time the host.
 """
 GRAPH_LAUNCHES = 20
-"""In the graph regime likewise: a graph of one short kernel would be timed with the start of the graph."""
+
+
+def launches_in_graph(us: float, changes: bool) -> int:
+    """How many launches a graph holds in the graph regime: so many that the graph's own start hardly counts, and so few that the
+    GPU rests between replays.
+
+    Args:
+        us: what the fastest candidate takes, in microseconds.
+        changes: whether launches change arrays in place, which are restored before each replay and not within it.
+    """
+    return 1 if changes else max(1, min(GRAPH_LAUNCHES, round(GRAPH_BELOW_US / us)))
 
 
 class Stopwatch(Protocol):

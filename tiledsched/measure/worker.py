@@ -117,10 +117,9 @@ class State:
             function(step.grid, (1, 1, 1), packed)
 
     def note_memory(self) -> int:
-        """What the arrays of this process take now. CuPy's pool gives nothing back before it reaches its limit."""
-        held = int(cupy.get_default_memory_pool().total_bytes())
-        self.memory_peak_bytes = max(self.memory_peak_bytes, held)
-        return held
+        """The most that arrays of this process took until now. CuPy's pool gives nothing back before it reaches its limit."""
+        self.memory_peak_bytes = max(self.memory_peak_bytes, int(cupy.get_default_memory_pool().total_bytes()))
+        return self.memory_peak_bytes
 
 
 def start(state: State) -> tuple[Device, tuple[str, str]]:
@@ -171,8 +170,10 @@ def _limit_memory(state: State, pool: Any, beside_gib: float | None) -> None:
     free, total = cupy.cuda.runtime.memGetInfo()
     left = free + pool.total_bytes() - beside_gib * GIB - RESERVE_BYTES
     if left <= pool.total_bytes():
-        there = f"the GPU has {total / GIB:.1f} GiB, of which {free / GIB:.1f} are free"
-        raise MeasureError(f"out of memory: {beside_gib:g} GiB cannot be taken beside it: {there}")
+        raise MeasureError(
+            f"out of memory: {beside_gib:g} GiB cannot be taken beside it: the GPU has {total / GIB:.1f} GiB, of which "
+            f"{free / GIB:.1f} are free"
+        )
     state.taken = cupy.cuda.Memory(round(beside_gib * GIB)) if beside_gib else None
     state.memory_cap_bytes = round(left)
     pool.set_limit(size=state.memory_cap_bytes)
@@ -181,7 +182,8 @@ def _limit_memory(state: State, pool: Any, beside_gib: float | None) -> None:
 def _empty(state: State, pool: Any) -> int:
     """Give back what arrays no longer take; what was taken before."""
     cupy.cuda.Device().synchronize()
-    held = state.note_memory()
+    state.note_memory()
+    held = int(pool.total_bytes())
     pool.free_all_blocks()
     return held
 
@@ -385,13 +387,12 @@ def sample(
     )
     if regime == "sustained":
         state.last_sustained_s = time.perf_counter()
-    state.note_memory()
     conditions = dataclasses.replace(
         log.summary(),
         gap_ms=0.0 if regime == "sustained" else gap_ms,
         graph_launches=graph_launches,
         memory_cap_bytes=state.memory_cap_bytes,
-        memory_peak_bytes=state.memory_peak_bytes if state.memory_cap_bytes else 0,
+        memory_peak_bytes=state.note_memory() if state.memory_cap_bytes else 0,
     )
     state.since_s = time.time()
     return [Batch(samples_us=tuple(values), conditions=conditions) for values in samples]

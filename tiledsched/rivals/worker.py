@@ -23,7 +23,7 @@ from tiledsched.measure import timing
 from tiledsched.measure.arrays import Launch, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog
 from tiledsched.measure.runner import GRAPHS, RivalTime
-from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES, sample_rounds
+from tiledsched.measure.timing import launches_in_graph, sample_rounds
 from tiledsched.measure.torch_timing import TorchStopwatch
 from tiledsched.rivals.methods import Trial, as_list, as_stored, as_tensors, capture_short, outputs_by_name, try_call
 from tiledsched.rivals.races import rival_time
@@ -155,9 +155,8 @@ class TimedRivals:
         elif (
             regime in GRAPHS
         ):  # as our own are timed; what changes arrays in place is given them anew for one launch only
-            short = warm and not state.arrays.changed and try_call(torch, ours, flush).look_us < GRAPH_BELOW_US
-            held = [watch.capture(index, GRAPH_LAUNCHES if short else 1) for index in range(len(calls))]
-            refused = {name for name, captured in zip(tried, held[1:], strict=True) if not captured}
+            count = launches_in_graph(try_call(torch, ours, flush).look_us, bool(state.arrays.changed)) if warm else 1
+            refused = {name for index, name in enumerate(["", *tried]) if not watch.capture(index, count)}
         log = ConditionsLog(state.ours, time.time())
         samples = sample_rounds(
             watch,

@@ -134,9 +134,11 @@ class Explanation:
         captured = self.captured
         if captured is None or captured.entry is None or captured.entry.median_us is None:
             return ""
-        same = "the same schedule" if captured.schedule == self.served.schedule else captured.schedule.short()
-        took = f"{captured.entry.median_us:.1f} us in the {captured.entry.regime} regime"
-        return f"a CUDA graph holds {same} ({captured.provenance}, {took}: {captured.entry.source})"
+        which = "the same schedule" if captured.schedule == self.served.schedule else captured.schedule.short()
+        return (
+            f"a CUDA graph holds {which} ({captured.provenance}, {captured.entry.median_us:.1f} us in the "
+            f"{captured.entry.regime} regime: {captured.entry.source})"
+        )
 
     def _rivals(self) -> list[tuple[str, str]]:
         """Rows about the rivals that are called instead: in eager calls and, where it is another, in captured graphs."""
@@ -144,11 +146,10 @@ class Explanation:
         of_graphs = offers if self.captured is None else self.captured.rivals
         eager = _first([each for each in offers if not each.only_captured], self.rival)
         captured = _first([each for each in of_graphs if each.capturable], self.in_graphs)
-        captured = eager if captured and eager and captured.name == eager.name else captured
         if eager is not None:
             how = " is called instead" if self.rival else ", where it is installed"
             rows.append(("rival", f"{eager.name}{how}: {eager.reason}"))
-        if captured is not None and captured is not eager:
+        if captured is not None and (eager is None or captured.name != eager.name):
             how = "" if self.in_graphs else ", where it is installed"
             why = "; its eager calls would wait for the host" if captured.only_captured else ""
             rows.append(("rival", f"in a captured graph {captured.name} is served{how}: {captured.reason}{why}"))

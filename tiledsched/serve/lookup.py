@@ -122,8 +122,7 @@ class LookupTable:
     def _of_graphs(self) -> LookupTable | None:
         """This table, with the times of replayed graphs before others; None where it holds none."""
         known = any(entry.regime in GRAPHS for entries in self._by_arch.values() for entry in entries)
-        options = self._options | {"regime": GRAPHS[0]}
-        return self._with(_options=options, _tables={}) if known or self._near else None
+        return self._with(_options=self._options | {"regime": GRAPHS[0]}, _tables={}) if known or self._near else None
 
     def spills(self, arch: str) -> Spills:
         """What is known of programs of an arch that spill registers or do not build."""

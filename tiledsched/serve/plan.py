@@ -137,7 +137,7 @@ def choose(
     if captured is not None and make_rivals:
         _, in_graphs = choose_rivals(captured, make_rivals)
         in_graphs = rival if in_graphs and rival and in_graphs.name == rival.name else in_graphs
-    process.log_choice(name, problem, facts, served, rival, in_graphs, captured)
+    process.log_choice(name, problem, facts, served, rival, in_graphs)
     calls, settings = None, process.settings()
     if settings.capture:
         calls = capture.note(settings, problem, tensors, facts, served, rival.name if rival else "")

@@ -126,13 +126,7 @@ def device_facts(index: int) -> Device:
 
 
 def log_choice(
-    name: str,
-    p: Problem,
-    device: Device,
-    served: Served,
-    rival: Rival | None,
-    in_graphs: Rival | None,
-    captured: Served | None = None,
+    name: str, p: Problem, device: Device, served: Served, rival: Rival | None, in_graphs: Rival | None
 ) -> None:
     """Log what a new plan serves; stale evidence is a warning, given once for each operator and reason."""
     if served.stale:
@@ -142,8 +136,6 @@ def log_choice(
     more = f"; {rival.name} is served instead: {rival.offer.reason}" if rival else ""
     if in_graphs and in_graphs is not rival:
         more += f"; in a captured graph {in_graphs.name} is served: {in_graphs.offer.reason}"
-    if captured is not None and captured.schedule != served.schedule:
-        more += f"; a captured graph holds {captured.schedule.short()} ({captured.provenance})"
     log.info("%s: %s on %s: %s (%s)%s", name, p, device.name, served.schedule.short(), served.provenance, more)
 
 

@@ -21,7 +21,7 @@ from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing, probability_not_slower, relative_uncertainty
-from tiledsched.measure.runner import Batch, Candidate, Conditions, Failed, Measurement, Runner
+from tiledsched.measure.runner import GRAPHS, Batch, Candidate, Conditions, Failed, Measurement, Runner
 from tiledsched.measure.timing import SHORT_US
 
 NEAR = 0.02
@@ -86,12 +86,9 @@ class Rules:
         )
 
 
-PACED = Rules(short_factor=4)
 RULES = {
-    "burst": PACED,
     "sustained": Rules(opening_rounds=20, heat_rounds=40, most_rounds=400),
-    "graph": PACED,
-    "graph-cold": PACED,
+    **dict.fromkeys(("burst", *GRAPHS), Rules(short_factor=4)),
 }
 """Rules of each regime: at the power cap samples follow each other at once, and spread more; paced ones do where they are
 short.

@@ -506,8 +506,8 @@ class ProblemSearch(ProblemTune):
     def memory(self, winner: Measurement) -> str:
         """What the search took of the memory that it might take, in words; empty where it had no limit."""
         peak, cap = max(each.conditions.memory_peak_bytes for each in self._taken), winner.conditions.memory_cap_bytes
-        text = f"beside {self.tuner.options.beside_gib} GiB: took at most {peak / GIB:.2f} of {cap / GIB:.2f} GiB"
-        return text if cap else ""
+        beside_gib = self.tuner.options.beside_gib
+        return f"beside {beside_gib} GiB: took at most {peak / GIB:.2f} of {cap / GIB:.2f} GiB" if cap else ""
 
     def programs(self, schedules: Sequence[Schedule]) -> set[Key]:
         """The distinct programs among schedules that were built."""

@@ -55,6 +55,7 @@ class Tuner(TuneContext):
             ConfigError: neighbours, the same numbers, graphs or a full memory are wanted, and nothing is measured that would tell
                 them; or the runner does not tell whether outputs are the same.
         """
+        replays = self.runner is not None and self.runner.name == "replay"
         for wanted, why, flag in (
             (
                 self.options.neighbours,
@@ -69,13 +70,8 @@ class Tuner(TuneContext):
             (self.regime in GRAPHS, "what a graph takes is known only where it is replayed", "deploy graph"),
             (self.options.beside_gib is not None, "only a GPU has memory to take", "beside"),
         ):
-            if wanted and self.runner is None:
+            if wanted and (self.runner is None or (replays and flag in ("deploy graph", "beside"))):
                 raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
-        deployed = self.regime in GRAPHS or self.options.beside_gib is not None
-        if deployed and self.runner is not None and self.runner.name == "replay":
-            raise ConfigError(
-                "a recording replays no graphs and takes no memory; leave out --deploy, --cold and --beside"
-            )
         if worths is not None:
             return self._tune_by_worth(problems, worths)
         results: list[TuneResult] = []
