@@ -17,6 +17,7 @@ from fake_worker import cubin
 from serve_on_cpu import capturing, changed
 from store_samples import TOOLCHAIN
 from test_measure_gpu import PROBLEM, candidate, command, make_runner  # noqa: F401  # a fixture
+from test_seen import seen_problem
 from test_serve import known, table_of
 
 import tiledsched as ts
@@ -34,6 +35,7 @@ from tiledsched.serve.lookup import LookupTable
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.session import Session
+from tiledsched.tuning.worth import ASSUMED_LOSSES, worth_of
 
 total = ts.op("tiledsched_tests::deployed_total", kernels.Total)
 scale_ = ts.op("tiledsched_tests::deployed_scale_", kernels.Scale)
@@ -216,6 +218,11 @@ def test_a_captured_call_goes_by_graphs_first_and_an_eager_one_last(entries, eag
         assert (found and found.entry.regime) == (captured and captured.regime)
         assert table.without(BURST.problem, "sm_90").resolve_captured(*of) is None
     assert table.resolve_captured(BURST.problem.replace(dtype="bfloat16"), "sm_90") is not None or captured is None
+
+
+def test_what_was_tuned_eagerly_is_still_to_be_tuned_for_graphs():
+    for regime, loss in (("burst", 0.0), ("graph", ASSUMED_LOSSES["measured"])):
+        assert worth_of(seen_problem(BURST.problem, 5), table_of([BURST], regime=regime)).loss == loss
 
 
 def test_explain_tells_what_a_graph_holds():

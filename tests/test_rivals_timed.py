@@ -224,6 +224,10 @@ def test_what_cannot_be_captured_is_told(process) -> None:
 
     (found,) = process.race({"torch": add}, "sustained", rounds=6)
     assert (found.failure, found.capturable) == ("", False)
+    for regime in ("graph", "graph-cold"):  # where it would have to be
+        mine, other = process.race({"torch": add, "other": lambda X, Y: X + Y}, regime, rounds=6)
+        assert (mine.failure, mine.ratio, other.failure) == ("a CUDA graph cannot hold it", None, "")
+        assert (other.samples, other.capturable) == (6, True)
 
 
 def test_rivals_of_what_works_in_place_work_on_copies(process) -> None:

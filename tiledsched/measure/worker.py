@@ -414,7 +414,7 @@ def _failure(error: Exception, kind: FailureKind) -> Failure:
     """What the driver's words in `error` stand for; `kind` where they are of no known kind."""
     words = f"{type(error).__name__}: {error}".lower()
     kind = next((known for known, marks in MARKS.items() if any(mark in words for mark in marks)), kind)
-    return Failure(kind=kind, message=first_line(error))
+    return Failure(kind=kind, message=str(error) if isinstance(error, MeasureError) else first_line(error))
 
 
 def _context_lost() -> bool:

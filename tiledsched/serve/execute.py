@@ -307,11 +307,10 @@ def _launch_elsewhere(
         LaunchError: the rival failed in a capture, or our own kernel did; `RivalError` where the rival failed in its first call.
     """
     capturing = process.runtime.is_capturing()
-    if plan.captured is not None:
-        if capturing and (plan.problem, plan.device) not in process.runtime.refused:
-            return launch_plan(plan.captured, tensors, numbers, first, keep_zeros, rival_extras)
-        if first and not capturing:
-            _load_captured(plan, plan.captured, tensors, numbers)
+    if plan.captured is not None and capturing and (plan.problem, plan.device) not in process.runtime.refused:
+        return launch_plan(plan.captured, tensors, numbers, first, keep_zeros, rival_extras)
+    if plan.captured is not None and first and not capturing:
+        _load_captured(plan, plan.captured, tensors, numbers)
     if not (first or plan.rival is not None or capturing or _prepares_capture(plan)):
         return launch_plan(plan.own, tensors, numbers, keep_zeros=keep_zeros)  # the rival is for graphs alone
     usual = numbers is None or numbers == plan.tail[: len(numbers)]  # a rival is made for the numbers declared

@@ -72,6 +72,8 @@ class LookupTable:
         **options: Any,
     ) -> None:
         self.kernel, self._options, self._near = kernel, options, near
+        self.regime: str = options.get("regime", "burst")
+        """The requested regime."""
         self._spaces = {space.arch: space for space in spaces}
         self._seen_mhz = clocks_of(entries, near.seen_mhz if near else {})
         self._by_arch: dict[str, list[Entry]] = defaultdict(list)
@@ -122,7 +124,11 @@ class LookupTable:
     def _of_graphs(self) -> LookupTable | None:
         """This table, with the times of replayed graphs before others; None where it holds none."""
         known = any(entry.regime in GRAPHS for entries in self._by_arch.values() for entry in entries)
-        return self._with(_options=self._options | {"regime": GRAPHS[0]}, _tables={}) if known or self._near else None
+        return (
+            self._with(_options=self._options | {"regime": GRAPHS[0]}, regime=GRAPHS[0], _tables={})
+            if known or self._near
+            else None
+        )
 
     def spills(self, arch: str) -> Spills:
         """What is known of programs of an arch that spill registers or do not build."""
