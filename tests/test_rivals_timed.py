@@ -259,8 +259,10 @@ def races():
 
 
 def test_the_process_is_started_once_and_failures_cost_one_problem(races, caplog) -> None:
-    _, timer = races("fake_worker.py", "rivals")
+    runner, timer = races("fake_worker.py", "rivals")
+    runner.beside_gib = 0.25
     assert [each.ratio for each in timer.race(PROBLEM, candidate(100.0))] == [0.9]
+    assert timer._rivals.beside_gib == 0.0  # ours holds what is taken
     timer.race(PROBLEM, candidate(100.0))
     assert timer.versions(PROBLEM) == {"one": "start begin meet load rivals meet rivals versions"}
     odd = PROBLEM.replace(seq_q=41)

@@ -224,7 +224,7 @@ def make_plan(
         changed=tuple(place for name in changed if isinstance(place := places[name], int)),
         spans=_spans(inputs) if changed else (),
         sync=sync,
-        captured=captured,
+        captured=captured if captured and captured.numbers.keys() == numbers.keys() else None,  # a call gives them once
         **rival_fields(decision, is_single, sync),
     )
 
