@@ -18,7 +18,7 @@ from serve_on_cpu import capturing, changed
 from store_samples import TOOLCHAIN
 from test_measure_gpu import PROBLEM, candidate, command, make_runner  # noqa: F401  # a fixture
 from test_seen import seen_problem
-from test_serve import known, table_of
+from test_serve import CAUSAL, known, table_of
 
 import tiledsched as ts
 from tiledsched.core.config import Settings
@@ -217,7 +217,8 @@ def test_a_captured_call_goes_by_graphs_first_and_an_eager_one_last(entries, eag
         found = table.resolve_captured(*of)
         assert (found and found.entry.regime) == (captured and captured.regime)
         assert table.without(BURST.problem, "sm_90").resolve_captured(*of) is None
-    assert table.resolve_captured(BURST.problem.replace(dtype="bfloat16"), "sm_90") is not None or captured is None
+    elsewhere = known(CAUSAL, of={"regime": "graph"})
+    assert table_of([BURST, elsewhere]).resolve_captured(*of) is None
 
 
 def test_what_was_tuned_eagerly_is_still_to_be_tuned_for_graphs():

@@ -101,7 +101,7 @@ class Plan(Decision):
     @functools.cached_property
     def own(self) -> Plan:
         """This plan, but with our own kernel in place of any rival."""
-        return replace(self, launch_on=self.device, rival=None, in_graphs=None, direct=None, captured=None)
+        return replace(self, launch_on=self.device, rival=None, in_graphs=None, direct=None)
 
     def without_first_rival(self) -> Plan:
         """The plan without the rival that is called first, which refused its first call. Where graphs have a rival of their own
