@@ -32,6 +32,7 @@ from tiledsched.serve import process
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.stored import MANY
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.resources import Tools
 from tiledsched.tuning.session import Session
@@ -141,7 +142,7 @@ def session(tmp_path):
         yield session
 
 
-def test_a_tune_for_graphs_finds_another_winner_and_both_are_served(session):
+def test_a_tune_for_graphs_finds_another_winner_and_both_are_served(session, monkeypatch):
     problem = kernels.RmsNorm.problem(rows=8, columns=100)
 
     def winner(**options):
@@ -155,9 +156,12 @@ def test_a_tune_for_graphs_finds_another_winner_and_both_are_served(session):
     assert [each.memory for each in (eager, cold)] == ["", ""]
     assert "beside 0.25 GiB: took at most 0.00 of 0.50 GiB" in warm.memory
     assert found[2].source.endswith(warm.memory)
-    table = load_table(session.settings, kernel=kernels.RmsNorm)
-    of = problem, "sm_90", "Made-up GPU"
-    assert (table.resolve(*of).schedule, table.resolve_captured(*of).schedule) == (found[0].schedule, found[2].schedule)
+    of, wanted = (problem, "sm_90", "Made-up GPU"), (found[0].schedule, found[2].schedule)
+    for many in (MANY, 0):  # in a large database
+        monkeypatch.setattr("tiledsched.serve.stored.MANY", many)
+        table = load_table(session.settings, kernel=kernels.RmsNorm)
+        assert (table.resolve(*of).schedule, table.resolve_captured(*of).schedule) == wanted
+        assert load_table(session.settings, kernel=kernels.Total)._of_graphs is None
     stored = session.db.measurements(problem, regime="graph", fingerprint=found[2].fingerprint)[0]
     assert 0 < stored.measurement.conditions.memory_peak_bytes < stored.measurement.conditions.memory_cap_bytes
 

@@ -126,7 +126,7 @@ class LookupTable:
         known = any(entry.regime in GRAPHS for entries in self._by_arch.values() for entry in entries)
         return (
             self._with(_options=self._options | {"regime": GRAPHS[0]}, regime=GRAPHS[0], _tables={})
-            if known or self._near
+            if known or (self._near and self._near.in_graphs)
             else None
         )
 

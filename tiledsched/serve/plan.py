@@ -172,8 +172,13 @@ def make_plan(
     problem, schedule, kernel = decision.problem, decision.served.schedule, decision.problem.declaration
     captured = None
     if (in_capture := decision.captured_served) is not None and in_capture.schedule != schedule:
-        other = replace(decision, served=in_capture, captured_served=None, rival=None, calls=None)
-        captured = make_plan(other, inputs, outputs, numbers, changed)
+        captured = make_plan(
+            replace(decision, served=in_capture, captured_served=None, rival=None, calls=None),
+            inputs,
+            outputs,
+            numbers,
+            changed,
+        )
     facts = process.device_facts(decision.device)
     launches = steps(kernel, problem, schedule, facts)
     objects = process.kernel_objects(kernel, problem, schedule, facts, launches)
