@@ -25,7 +25,6 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError, FailureKind, LaunchError, MeasureError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.measure.arrays import scratch_bytes
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import GIB, Device
 from tiledsched.serve import process
@@ -86,44 +85,16 @@ def test_a_search_beside_a_full_memory_takes_no_more_than_the_rest(make_runner):
     assert begun(None).memory_cap_bytes == 0  # what was taken is given back
 
 
-def test_scratch_of_candidates_lies_in_one_place_but_for_zeros():
-    import numpy
-
-    from tiledsched.checking.inputs import make_cases
-    from tiledsched.measure.arrays import ProblemArrays
-
-    p = kernels.Total.problem(size=1000)
-    arrays = ProblemArrays(kernels.Total, numpy, p, make_cases(kernels.Total, numpy, numpy.random.default_rng(0), p))
-    small, large = (
-        tuple(kernels.Total.array_spec(name, p, Schedule(TILE=tile)) for name in ("Partial", "Count"))
-        for tile in (64, 32)
-    )
-    assert (scratch_bytes(small), scratch_bytes(large), scratch_bytes(large[1:])) == (512, 512, 0)
-    first, second = arrays.scratch(small), arrays.scratch(large)
-    assert [len(each["Partial"]) for each in (first, second)] == [16, 32]
-    assert first["Partial"].ctypes.data == second["Partial"].ctypes.data
-    assert first["Count"].ctypes.data != second["Count"].ctypes.data
-    second["Partial"][:] = 7
-    assert not first["Count"].any()
-    assert not second["Count"].any()
-
-
 class Built(FakeBuilds):
     """Programs of the made-up GPU: more resident blocks are slower, and slower still out of an empty cache with few."""
 
     def outcome(self, schedule):
-        few = schedule["occupancy"] == 1
-        us = 60.0 + 10 * schedule["occupancy"]
-        code = cubin(us, cold_us=80.0 if few else 10.0, check="wrong" if schedule["TILE"] == 1024 else "")
-        made = fake_worker.artifact(code, print_of(schedule))
-        return self.made.setdefault(made.fingerprint, made)
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
+        resident, wrong = schedule["occupancy"], "wrong" * (schedule["TILE"] == 1024)
+        code = cubin(60.0 + 10 * resident, cold_us=80.0 if resident == 1 else 10.0, check=wrong)
+        return vars(self).setdefault(print_of(schedule), fake_worker.artifact(code, print_of(schedule)))
 
     def get(self, arch, fingerprint):
-        return self.made[fingerprint]
+        return vars(self)[fingerprint]
 
 
 @pytest.fixture
