@@ -32,6 +32,7 @@ from tiledsched.core import blame, errors, registry, text
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.nvml import UNNAMED
+from tiledsched.measure.runner import LAUNCHED, REGIMES
 from tiledsched.store.captured_calls import clear_seen
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 
 MOST_ENTRIES = 20
 """So many entries are listed without a filter where no GPU is here; of more there is a summary."""
-REGIMES = click.Choice(["burst", "sustained"])
+LAUNCHED_REGIME = click.Choice(LAUNCHED)
 only_arch = arch_option("only this arch, e.g. sm_90 or h200")
-only_regime = option("--regime", type=REGIMES, help="only what was measured in it (default: both)")
+only_regime = option("--regime", type=click.Choice(REGIMES), help="only what was measured in it (default: all)")
 
 
 @command("show")

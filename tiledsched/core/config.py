@@ -31,7 +31,7 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "site": str,
     "cache": str,
     "fallback": ("torch", "error"),
-    "regime": ("burst", "sustained"),
+    "regime": ("burst", "sustained", "graph", "graph-cold"),
     "accum_mode": ("fp32", "fp16"),
     "numerics": ("any", "invariant"),
     "rivals": ("serve", "record", "off"),
@@ -70,7 +70,8 @@ class Settings:
     fallback: str = "torch"
     """What `sdpa` does with inputs that its kernel cannot serve: torch computes them, or an error is raised."""
     regime: str = "burst"
-    """The regime whose winner is served."""
+    """The regime whose winner is served. Calls that a CUDA graph captures take winners of graph or graph-cold, where there are
+    any."""
     accum_mode: str = "fp32"
     """The accuracy class that is served."""
     numerics: str = "any"

@@ -233,8 +233,9 @@ class Near:
 
     def __init__(self, found: Sequence[Layer], kernel: KernelClass) -> None:
         self._layers, self._kernel = found, kernel
-        self.raced = any(layer.stored.raced for layer in found if layer.stored)
-        """Whether rivals were timed for any of the entries that are in databases."""
+        stored = [layer.stored for layer in found if layer.stored]
+        self.raced, self.in_graphs = any(each.raced for each in stored), any(each.in_graphs for each in stored)
+        """Whether rivals were timed for any of the entries that are in databases, and whether any was timed in graphs."""
         self.seen_mhz: dict[str, int] = {}
         """By the name of each GPU, the highest clock behind the entries that are in databases."""
         for layer in found:

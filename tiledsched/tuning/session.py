@@ -84,10 +84,13 @@ class Session(Resources):
                 f"no GPU of {self.arch} measures here, and without one nothing is searched: the model ranks what is "
                 "built; leave out --sampler"
             )
+        from tiledsched.measure.gpu import GpuRunner
         from tiledsched.tuning.prior import Incumbents, Shipped, served_now
         from tiledsched.tuning.results import TuneReport
         from tiledsched.tuning.tuner import Tuner
 
+        if isinstance(gpu, GpuRunner):
+            gpu.beside_gib = options.beside_gib
         timed = settings.rivals != "off" and options.numerics == "any"  # a rival's numbers are its own
         rivals = self.open_rivals(kernel, settings.regime) if timed else None
         with serving_anew():

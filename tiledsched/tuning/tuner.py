@@ -20,7 +20,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import DRAWN
-from tiledsched.measure.runner import RowRunner, Runner
+from tiledsched.measure.runner import GRAPHS, RowRunner, Runner
 from tiledsched.store.records import BuildRecord
 from tiledsched.tuning.builder import Program, deadlines
 from tiledsched.tuning.invariant import InvariantTune
@@ -54,9 +54,10 @@ class Tuner(TuneContext):
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
                 are stored.
             MeasureError: the GPU cannot be used, or was never alone long enough; the problems before are stored.
-            ConfigError: neighbours or the same numbers are wanted, and nothing is measured that would tell them; or the runner
-                does not tell whether outputs are the same.
+            ConfigError: neighbours, the same numbers, graphs or a full memory are wanted, and nothing is measured that would tell
+                them; or the runner does not tell whether outputs are the same.
         """
+        replays = self.runner is not None and self.runner.name == "replay"
         for wanted, why, flag in (
             (
                 self.options.neighbours,
@@ -68,10 +69,16 @@ class Tuner(TuneContext):
                 "only a GPU tells whether results are the same bit for bit",
                 f"numerics {self.options.numerics}",
             ),
+            (self.regime in GRAPHS, "what a graph takes is known only where it is replayed", "deploy graph"),
+            (self.options.beside_gib is not None, "only a GPU has memory to take", "beside"),
         ):
-            if wanted and self.runner is None:
+            if wanted and (self.runner is None or (replays and flag in ("deploy graph", "beside"))):
                 raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
         if self.options.numerics == INVARIANT:
+            if self.regime in GRAPHS:
+                raise ConfigError(
+                    "a batch-invariant choice serves eager and captured calls alike; leave out --deploy graph or --numerics invariant"
+                )
             return self._tune_in_one_order(problems)
         if worths is not None:
             return self._tune_by_worth(problems, worths)
