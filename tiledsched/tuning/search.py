@@ -444,6 +444,8 @@ class ProblemSearch(ProblemTune):
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         problem, finalists_wanted = self.problem, self.tuner.effort.finalists
         preferred = [*self.incumbents, self.default]
+        if not finalists_wanted:  # only what is served is timed: nothing may win in its place
+            preferred = preferred[:1]
         unreached = [
             schedule for schedule in preferred if schedule not in trials.times
         ]  # time ran out before their turn

@@ -61,6 +61,7 @@ class Tuner(TuneContext):
                 "neighbours of the fastest schedule are known only where it is measured",
                 "neighbours",
             ),
+            (not self.effort.finalists, "an effort of `served` measures what is served", "effort served"),
             (
                 self.options.numerics == "same",
                 "only a GPU tells whether results are the same bit for bit",
