@@ -4,8 +4,8 @@
     python -m docs.studies.gate_power record slower.db slower.csv --slower    # the same with schedules that are slower
     python -m docs.studies.gate_power summary served.csv slower.csv           # no GPU
 
-A *run* is one process that measures what is served for each of 20 problems, as `tiledsched tune --effort served` does, without the
-check of the results, which takes most of the time. With `--slower` the database first gets an entry for each problem with
+A *run* is one process that measures what is served for each of 20 problems, as `tiledsched tune --effort served` does, without
+the check of the results, which takes most of the time. With `--slower` the database first gets an entry for each problem with
 the runner-up of the table that ships, which took 3.0 to 4.4% longer when the table was measured: what the run then measures
 are real programs that are slower.
 """
@@ -13,18 +13,17 @@ are real programs that are slower.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from docs.studies.flags import flag, parser_with
+from docs.studies.flags import parser_with
 from tiledsched.cli.problems import read_problems
 from tiledsched.core import data_files
 from tiledsched.core.config import load_settings
-from tiledsched.core.errors import ConfigError, Failure, TiledschedError
+from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
@@ -152,12 +151,8 @@ def record(options: argparse.Namespace, tools: Tools) -> list[dict[str, Any]]:
                 seed_slower(session, kernel_name, problems)
             report = session.tune(kernel, problems, chosen)
             for result in report.results:
-                taken = result.entry.measurement_id
-                found = next(
-                    m
-                    for m in session.db.measurements(result.entry.problem, ARCH, run_id=report.run_id)
-                    if m.id == taken
-                )
+                stored = session.db.measurements(result.entry.problem, ARCH, run_id=report.run_id)
+                found = next(each for each in stored if each.id == result.entry.measurement_id)
                 timed = found.measurement
                 rows.append(
                     {
@@ -187,8 +182,9 @@ def seed_slower(session: Session, kernel_name: str, problems: Sequence[Problem])
         entry = next(
             each for each in shipped if each.problem == problem and each.runner_up and each.compiler.startswith("13.5")
         )
-        assert entry.runner_up is not None and entry.measurement is not None and entry.margin is not None
-        us = entry.measurement.median_us * (1 + entry.margin)
+        assert entry.runner_up is not None
+        assert entry.measurement is not None
+        us = entry.measurement.median_us * (1 + (entry.margin or 0))
         device = entry.measurement.device
         taken = Measurement(
             problem=problem,
