@@ -80,6 +80,8 @@ class Wanted:
         )
 
 
+LEAST_SAMPLES = 6
+"""Fewer samples have no 95% interval of their median."""
 MOST_AT_ONCE = 20_000
 """About so many measurements of each side are in memory at a time."""
 
@@ -262,6 +264,7 @@ class _Evidence:
         best, programs = dict(side.best), dict[Key, dict[str, ProgramTime]]()
         fastest: dict[Key, TimedRow] = {}
         keys: dict[tuple[int, str], Key] = {}
+        runs: dict[tuple[Any, ...], dict[int | None, ProgramTime]] = defaultdict(dict)
         for row in rows:
             mode, words, number = _said(row.schedule)
             key = keys.get((id(row.shared), mode))
@@ -270,14 +273,20 @@ class _Evidence:
                 key = keys[id(row.shared), mode] = _key_of(problem, row.shared, mode)
             program = row.fingerprint or number
             of = programs.setdefault(key, {})
+            us, low, high = row.timing
+            timed = ProgramTime(words, row.fingerprint, us, low, high, row.uid)
+            if row.samples >= LEAST_SAMPLES:
+                runs[key, row.fingerprint, words].setdefault(row.run_id, timed)
             if program not in of:
-                us, low, high = row.timing
-                of[program] = ProgramTime(words, row.fingerprint, us, low, high, row.uid)
+                of[program] = timed
                 if key not in fastest or row.timing[0] < fastest[key].timing[0]:
                     fastest[key] = row
         for key, row in fastest.items():
             if key not in best and problem is not None:
                 best[key] = _of_row(problem, row)
+        for key, one in best.items():
+            if several := runs.get((key, one.fingerprint, one.schedule)):
+                best[key] = replace(one, runs=tuple(several.values()))
         return replace(side, best=best, programs=programs)
 
     def _selected(self, entries: Sequence[Entry], rows: Sequence[TimedRow]) -> tuple[list[Entry], Sequence[Any]]:

@@ -443,9 +443,8 @@ class ProblemSearch(ProblemTune):
     def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         problem, finalists_wanted = self.problem, self.tuner.effort.finalists
-        preferred = [*self.incumbents, self.default]
-        if not finalists_wanted:  # only what is served is timed: nothing may win in its place
-            preferred = preferred[:1]
+        # Without finalists only what is served is timed: nothing may win in its place.
+        preferred = [*self.incumbents, self.default][: None if finalists_wanted else 1]
         unreached = [
             schedule for schedule in preferred if schedule not in trials.times
         ]  # time ran out before their turn
