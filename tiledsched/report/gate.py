@@ -45,12 +45,12 @@ def judged_by_runs(found: Comparison, limit: float) -> Comparison:
     Raises:
         ConfigError: times of two GPUs or of the performance model are compared, or nothing was measured twice.
     """
-    from scipy.stats import t
+    from scipy.stats import chi2, t
 
     if any(row.verdict == ESTIMATED or row.a.device != row.b.device for row in found.rows):
         raise ConfigError("a gate compares measurements of one GPU; measure both sides on the same machine, in turns")
     timed = [(row, sides) for row in found.rows if all(sides := _own_runs(row))]
-    lacking = [("A", row.a, "the other side holds no run of its own") for row in found.rows if not all(_own_runs(row))]
+    lacking = [("A", row.a, "A or B holds no run of its own") for row in found.rows if not all(_own_runs(row))]
     logs = [[np.log([run.us for run in runs]) for runs in sides] for _, sides in timed]
     # One column for each problem; the two rows of `count` and `mean` are the sides.
     count, mean = (np.reshape([[of(each) for each in sides] for sides in logs], (-1, 2)).T for of in (np.size, np.mean))
@@ -60,18 +60,21 @@ def judged_by_runs(found: Comparison, limit: float) -> Comparison:
     sampling = np.array([np.mean(np.square(each)) / (2 * 1.96) ** 2 for each in widths])
     same = np.array([row.same_program for row, _ in timed], dtype=bool)
     grown, weight, freedom = mean[1] - mean[0], 1 / (1 / count).sum(0), count.sum(0) - 2
-    across = same * grown**2 * weight
-    total = int((freedom + same).sum())
-    if not total:
+    known = freedom + same
+    if not known.any():
         raise ConfigError(
             "the two sides hold no two runs of one program, so that nothing says how much runs of this machine differ; measure "
             "both again, each into its own database: tiledsched tune --effort served --db DB"
         )
+    # A median, because one disturbed run must not hide what became slower elsewhere.
+    spread = (within + same * grown**2 * weight) / chi2.median(np.maximum(1, known))
+    noise = float(np.median(spread[known > 0]))
     # Whether this problem became slower is the question, so that its own difference is no noise.
-    others, spread = total - same, (within + across).sum() - across
-    shared = np.minimum(SHARED_FREEDOM, others)
+    others = [spread[(known > 0) & (np.arange(known.size) != place)] for place in range(known.size)]
+    pooled = np.array([np.median(each) if each.size else 0.0 for each in others])
+    shared = np.minimum(SHARED_FREEDOM, known.sum() - known)
     own = np.maximum(1, freedom + shared)
-    variance = np.maximum(sampling, (within + shared * spread / np.maximum(1, others)) / own)
+    variance = np.maximum(sampling, (within + shared * pooled) / own)
     beyond, bound, missed, half = (
         t.isf(level, own) * np.sqrt(variance / weight)
         for level in (FALSE_ALARM / len(found.rows), BOUND, MISSED, 0.025)
@@ -93,7 +96,7 @@ def judged_by_runs(found: Comparison, limit: float) -> Comparison:
         for place, (row, sides) in enumerate(timed)
     ]
     whole = replace(found, rows=tuple(rows), unpaired=(*found.unpaired, *lacking))
-    return replace(joined_parts([whole], found.a, found.b, limit), noise=math.sqrt((within + across).sum() / total))
+    return replace(joined_parts([whole], found.a, found.b, limit), noise=math.sqrt(noise))
 
 
 def gate_markdown(found: Comparison) -> str:
