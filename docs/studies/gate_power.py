@@ -13,17 +13,22 @@ are real programs that are slower.
 from __future__ import annotations
 
 import argparse
+import csv
+import math
+import random
+import statistics
 import sys
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from docs.studies.flags import parser_with
+from docs.studies.flags import parser_with, positive
 from tiledsched.cli.problems import read_problems
 from tiledsched.core import data_files
 from tiledsched.core.config import load_settings
-from tiledsched.core.errors import Failure, TiledschedError
+from tiledsched.core.errors import ConfigError, Failure, TiledschedError
 from tiledsched.core.files import csv_text
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
@@ -31,6 +36,8 @@ from tiledsched.measure import nvml
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import Candidate, Checked, Conditions, Measurement
+from tiledsched.report.compare import Comparison, KnownTime, ProgramTime, judged
+from tiledsched.report.gate import judged_by_runs
 from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry
 from tiledsched.tuning.options import TuneOptions
@@ -80,6 +87,8 @@ COLUMNS = (
 )
 """Columns of the file of a database's runs: a row for each problem of each run."""
 
+LIMIT, CHECKS, PLANTED, FACTORS = 0.03, 50, 100, (1.03, 1.04)
+
 
 class Unchecked(GpuRunner):
     """Measures as a tune does, without computing whether results are right, on the problem itself and on the small ones at the
@@ -116,6 +125,8 @@ def main(arguments: Sequence[str] | None = None, tools: Tools = UNCHECKED) -> in
     try:
         if options.command == "record":
             print(f"{len(record(options, tools))} problems measured for {options.db}")
+        else:
+            print(summarise(read_runs(options.served), read_runs(options.slower), options.runs))
     except TiledschedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -134,6 +145,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     recorder.add_argument("db", type=Path, help="the database of this side's runs")
     recorder.add_argument("csv", type=Path, help="the file to which a row is appended for each problem")
     recorder.add_argument("--slower", action="store_true", help="measure the runner-up of each problem's table entry")
+    summary = commands.add_parser("summary", help="measure nothing: say what the gate makes of recorded runs")
+    summary.add_argument("served", type=Path, help="the file of what is served")
+    summary.add_argument("slower", type=Path, help="the file of the slower schedules")
+    summary.add_argument("--runs", type=positive, default=3, help="runs of each side of a check (3)")
     return parser.parse_args(arguments)
 
 
@@ -214,6 +229,107 @@ def seed_slower(session: Session, kernel_name: str, problems: Sequence[Problem])
                 measurement_id=number,
             )
         )
+
+
+def read_runs(path: Path) -> list[dict[str, ProgramTime]]:
+    """The runs of a file that `record` wrote, each with its time of every problem."""
+    found: dict[str, dict[str, ProgramTime]] = defaultdict(dict)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                us, low, high = (float(row[name]) for name in ("us", "low_us", "high_us"))
+                taken = ProgramTime(row["schedule"], row["fingerprint"], us, low, high, row["run"] + path.name)
+                found[row["run"]][f"{row['kernel']} {row['problem']}"] = taken
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error!r}); pass a file that `record` wrote") from error
+    return list(found.values())
+
+
+def check(before: Sequence[Mapping[str, ProgramTime]], after: Sequence[Mapping[str, ProgramTime]]) -> Comparison:
+    """The gate's verdict on some runs, which must not help itself by seeing that the machine code is the same."""
+    rows = []
+    for name in before[0]:
+        a, b = (
+            KnownTime(
+                kernel="",
+                arch=ARCH,
+                device="",
+                regime="burst",
+                accum_mode="fp32",
+                problem_id=name,
+                problem=name,
+                words="",
+                schedule_id=runs[0][name].schedule,
+                schedule=runs[0][name].schedule,
+                fingerprint=side,
+                timing=runs[0][name].timing,
+                uid=runs[0][name].uid,
+                runs=tuple(run[name] for run in runs),
+            )
+            for side, runs in (("before", before), ("after", after))
+        )
+        rows.append(judged(a, b, LIMIT))
+    return judged_by_runs(Comparison(a="before", b="after", rows=tuple(rows), drift=(), threshold=LIMIT), LIMIT)
+
+
+def slowed(run: Mapping[str, ProgramTime], name: str, factor: float) -> dict[str, ProgramTime]:
+    """A run in which one problem took longer."""
+    was = run[name]
+    longer = was._replace(us=was.us * factor, ci_low_us=was.ci_low_us * factor, ci_high_us=was.ci_high_us * factor)
+    return {**run, name: longer}
+
+
+def summarise(served: Sequence[dict[str, ProgramTime]], slower: Sequence[dict[str, ProgramTime]], runs: int) -> str:
+    """What the gate says of checks with so many runs a side, drawn from those recorded."""
+    rng = random.Random(0)
+
+    def draw() -> tuple[list[dict[str, ProgramTime]], list[dict[str, ProgramTime]]]:
+        drawn = rng.sample(served, 2 * runs)
+        return drawn[:runs], drawn[runs:]
+
+    def verdict_on(name: str, before: Any, after: Any) -> str:
+        return next(row.verdict for row in check(before, after).rows if row.b.problem == name)
+
+    names = list(served[0])
+    alarms = [check(*draw()) for _ in range(CHECKS)]
+    lines = [
+        f"{len(served)} runs of what is served, {len(slower)} of slower schedules, {len(names)} problems; {runs} runs a side",
+        f"A/A: {sum(each.regressed for each in alarms)} of {CHECKS} checks give an alarm; runs differ by "
+        f"{statistics.median(each.noise or 0 for each in alarms):.2%}; "
+        f"{statistics.mean(row.verdict == 'tied' for each in alarms for row in each.rows):.1%} of the verdicts are `tied`",
+    ]
+    for factor in FACTORS:
+        planted = Counter[str]()
+        for place in range(PLANTED):
+            name, (before, after) = names[place % len(names)], draw()
+            planted[verdict_on(name, before, [slowed(run, name, factor) for run in after])] += 1
+        lines.append(
+            f"planted {factor - 1:.0%} in the times of one problem: {dict(planted.most_common())} of {PLANTED}"
+        )
+    caught: dict[str, Counter[str]] = {}
+    lines.append("")
+    lines.append("| real programs | served, us | slower | spread of runs | verdicts |")
+    lines.append("|---|---:|---:|---:|---|")
+    for name in names if len(slower) >= runs else ():
+        times = [[math.log(run[name].us) for run in each] for each in (served, slower)]
+        ratio = math.exp(statistics.mean(times[1]) - statistics.mean(times[0])) - 1
+        found = Counter[str]()
+        for _ in range(PLANTED // len(names)):
+            before, after = draw()
+            changed = rng.sample(slower, runs)
+            found[
+                verdict_on(
+                    name, before, [{**run, name: other[name]} for run, other in zip(after, changed, strict=True)]
+                )
+            ] += 1
+        caught.setdefault("3% or more" if ratio >= LIMIT else "less than 3%", Counter()).update(found)
+        spread = math.sqrt(statistics.mean(statistics.variance(each) for each in times))
+        us = math.exp(statistics.mean(times[0]))
+        lines.append(f"|{name}|{us:.1f}|{ratio:+.2%}|{spread:.2%}|{dict(found.most_common())}|")
+    lines += [
+        f"real programs that are slower by {which}: {dict(found.most_common())}" for which, found in caught.items()
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
