@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, check_golden, plain, taken
 from test_compare import known
+from test_docs import ROOT, blocks, parse
 from test_search_tuner import LANDSCAPES, Recorded, tune
 
 from tiledsched.cli import main
@@ -144,3 +145,11 @@ def test_an_effort_of_served_measures_what_is_served_anew_and_nothing_else(tmp_p
         assert len({each.run_id for each in db.measurements()}) == 2
         with pytest.raises(ConfigError, match=r"no GPU.*leave out --effort served"):
             tune(recorded, db, effort="served", measure=False)
+
+
+def test_the_workflow_in_the_documentation_runs_commands_that_there_are() -> None:
+    (code,) = blocks(ROOT / "docs" / "gate.md", "yaml")
+    lines = [line.strip().replace("$side", "base") for line in code.splitlines() if "  tiledsched " in line]
+    assert len(lines) == 2
+    for line in lines:
+        parse(line.split()[1:])

@@ -87,7 +87,8 @@ class Session(Resources):
         from tiledsched.tuning.results import TuneReport
         from tiledsched.tuning.tuner import Tuner
 
-        timed = settings.rivals != "off" and options.numerics != "same"  # a rival's numbers are its own
+        # A rival's numbers are its own, and an effort of `served` is about our own kernel.
+        timed = settings.rivals != "off" and options.numerics != "same" and options.effort != "served"
         rivals = self.open_rivals(kernel, settings.regime) if timed else None
         with serving_anew():
             incumbents = Incumbents(self, kernel, settings)
