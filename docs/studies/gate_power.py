@@ -91,20 +91,7 @@ LIMIT, CHECKS, PLANTED, FACTORS = 0.03, 50, 100, (1.03, 1.04)
 
 
 class Unchecked(GpuRunner):
-    """Measures as a tune does, without computing whether results are right, on the problem itself and on the small ones at the
-    borders of its tiles: that takes most of the time of a run.
-    """
-
-    def __init__(self, kernel: KernelClass, **options: Any) -> None:
-        super().__init__(kernel, **options)
-        self._wanted = set(problems_of(kernel))
-        self._begun: Problem | None = None
-
-    def begin(self, problem: Problem) -> None:
-        """Make the inputs of a problem that is measured, once."""
-        if problem in self._wanted and problem != self._begun:
-            self._begun = problem
-            super().begin(problem)
+    """Measures as a tune does, without computing whether results are right, which takes most of the time of a run."""
 
     def check(self, candidate: Candidate) -> Checked | Failure:
         """Compare nothing."""

@@ -70,10 +70,12 @@ class Tuner(TuneContext):
         ):
             if wanted and self.runner is None:
                 raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
-        if worths is not None:
-            return self._tune_by_worth(problems, worths)
-        results: list[TuneResult] = []
         ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
+        if self.runner is not None and not self.most_programs:
+            self._build_served(problems, self.runner, ends)
+        if worths is not None:
+            return self._tune_by_worth(problems, worths, ends)
+        results: list[TuneResult] = []
         for problem, deadline_s in zip(problems, deadlines(self.options.budget_s, len(problems)), strict=True):
             if results and time.monotonic() > ends:
                 self.left[problem] = OUT_OF_TIME
@@ -81,10 +83,7 @@ class Tuner(TuneContext):
                 results.append(self._run(problem, deadline_s))
         return results
 
-    def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float]) -> list[TuneResult]:
-        ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
-        if self.runner is not None and not self.most_programs:
-            self._build_served(problems, self.runner, ends)
+    def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float], ends: float) -> list[TuneResult]:
         results: list[TuneResult] = []
         in_a_row = 0
         for place, problem in enumerate(problems):
@@ -116,7 +115,7 @@ class Tuner(TuneContext):
         pairs = [
             (schedule, each.problem)
             for each in searches
-            for schedule in (*each.find_incumbents(runner.device_name), each.default)
+            for schedule in each.raced(each.find_incumbents(runner.device_name))
         ]
         self.watcher.stage(problems[0], "building what is served", len(pairs))
         self.builder.build_for_each(pairs, progress=lambda done, _: self.watcher.step(done), deadline_s=deadline_s)
