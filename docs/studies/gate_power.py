@@ -1,25 +1,26 @@
 """`python -m docs.studies.gate_power`: how often `tiledsched compare --gate` gives a false alarm, and what it catches.
 
-    python -m docs.studies.gate_power record served.db served.csv             # one run: 20 problems, on the GPU here
-    python -m docs.studies.gate_power record slower.db slower.csv --slower    # the same with schedules that are slower
-    python -m docs.studies.gate_power summary served.csv slower.csv           # no GPU
+    python -m docs.studies.gate_power record runs.csv --seconds 180     # on an H200; may be repeated
+    python -m docs.studies.gate_power summary runs.csv                  # no GPU
 
-A *run* is one process that measures what is served for each of 20 problems, as `tiledsched tune --effort served` does, without
-the check of the results, which takes most of the time. With `--slower` the database first gets an entry for each problem with
-the runner-up of the table that ships, which took 3.0 to 4.4% longer when the table was measured: what the run then measures
-are real programs that are slower.
+A *run* is one measuring process. It times two programs of each of 20 problems, one after the other, as `tune --effort served`
+does, without checking the results, which takes most of the time: the schedule that the table of sm_90 serves, and the table's
+runner-up, which took 3.0 to 4.4% longer when the table was measured. So there are real runs of real programs, and real programs
+that are slower. A check of the summary compares runs of different processes only.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import random
 import statistics
 import sys
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,21 +28,20 @@ from typing import Any
 from docs.studies.flags import parser_with, positive
 from tiledsched.cli.problems import read_problems
 from tiledsched.core import data_files
-from tiledsched.core.config import load_settings
-from tiledsched.core.errors import ConfigError, Failure, TiledschedError
+from tiledsched.core.device import arch_spec
+from tiledsched.core.errors import ConfigError, Failure, MeasureError, TiledschedError
 from tiledsched.core.files import csv_text
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.measure import nvml
-from tiledsched.measure.estimate import Timing
 from tiledsched.measure.gpu import GpuRunner
-from tiledsched.measure.runner import Candidate, Checked, Conditions, Measurement
+from tiledsched.measure.runner import Candidate, Checked, Device, Measurement, Runner
 from tiledsched.report.compare import Comparison, KnownTime, ProgramTime, judged
 from tiledsched.report.gate import judged_by_runs
 from tiledsched.store.exchange import read_table
-from tiledsched.store.records import Entry
-from tiledsched.tuning.options import TuneOptions
-from tiledsched.tuning.resources import Tools
+from tiledsched.tuning.race import race
 from tiledsched.tuning.session import Session
 
 ARCH = "sm_90"
@@ -72,48 +72,51 @@ PROBLEMS = {
     ),
 }
 """20 problems of the table of sm_90 that ships, 9 to 600 us long on an H200, whose runner-up took 3.0 to 4.4% longer."""
+SERVED, SLOWER = "served", "runner-up"
 COLUMNS = (
     "run",
     "device",
+    "driver",
     "compiler",
     "kernel",
     "problem",
+    "program",
     "schedule",
-    "fingerprint",
     "samples",
     "us",
     "low_us",
     "high_us",
 )
-"""Columns of the file of a database's runs: a row for each problem of each run."""
-
+"""Columns of the file: a row for each program of each run."""
 LIMIT, CHECKS, PLANTED, FACTORS = 0.03, 50, 100, (1.03, 1.04)
 
 
 class Unchecked(GpuRunner):
-    """Measures as a tune does, without computing whether results are right, which takes most of the time of a run."""
+    """Measures as a tune does, in one process for problems of several kernels, without computing whether results are right."""
+
+    def begin(self, problem: Problem) -> None:
+        """Make the inputs of a problem of any kernel."""
+        self._kernel = problem.declaration
+        super().begin(problem)
 
     def check(self, candidate: Candidate) -> Checked | Failure:
         """Compare nothing."""
         return Checked(accuracy=None, first_look_us=self._expected(candidate))
 
 
-def problems_of(kernel: KernelClass) -> list[Problem]:
-    """The problems of a kernel that are measured."""
-    return [problem for text in PROBLEMS[kernel.name] for problem in read_problems(kernel, text)]
+def start_unchecked(seed: int) -> Runner:
+    """A process that measures on the GPU here."""
+    return Unchecked(load_kernel("attention"), seed=seed, gpu=nvml.only_gpu())
 
 
-UNCHECKED = Tools(runner=lambda kernel, seed: Unchecked(kernel, seed=seed, gpu=nvml.only_gpu()))
-
-
-def main(arguments: Sequence[str] | None = None, tools: Tools = UNCHECKED) -> int:
-    """Measure one run, or print the summary; 2 where something is missing or wrong."""
+def main(arguments: Sequence[str] | None = None, start: Callable[[int], Runner] = start_unchecked) -> int:
+    """Measure runs, or print the summary; 2 where something is missing or wrong."""
     options = parse(arguments)
     try:
         if options.command == "record":
-            print(f"{len(record(options, tools))} problems measured for {options.db}")
+            print(f"{record(options.csv, options.seconds, start)} runs added to {options.csv}")
         else:
-            print(summarise(read_runs(options.served), read_runs(options.slower), options.runs))
+            print(summarise(read_runs(options.csv), options.runs))
     except TiledschedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -128,105 +131,95 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    recorder = commands.add_parser("record", help="measure one run")
-    recorder.add_argument("db", type=Path, help="the database of this side's runs")
-    recorder.add_argument("csv", type=Path, help="the file to which a row is appended for each problem")
-    recorder.add_argument("--slower", action="store_true", help="measure the runner-up of each problem's table entry")
+    recorder = commands.add_parser("record", help="measure runs")
+    recorder.add_argument("csv", type=Path, help="the file to which a row is appended for each program of each run")
+    recorder.add_argument(
+        "--seconds", type=positive, default=180, help="begin no run that would end later than this (180)"
+    )
     summary = commands.add_parser("summary", help="measure nothing: say what the gate makes of recorded runs")
-    summary.add_argument("served", type=Path, help="the file of what is served")
-    summary.add_argument("slower", type=Path, help="the file of the slower schedules")
+    summary.add_argument("csv", type=Path, help="the file")
     summary.add_argument("--runs", type=positive, default=3, help="runs of each side of a check (3)")
     return parser.parse_args(arguments)
 
 
-def record(options: argparse.Namespace, tools: Tools) -> list[dict[str, Any]]:
-    """Measure what is served for every problem once, store it and append it to the file."""
-    rows = []
+def record(path: Path, seconds: float, start: Callable[[int], Runner]) -> int:
+    """Build both programs of each problem, and measure them in one process after the other until the time is up; how many."""
+    ends = time.monotonic() + seconds
+    programs: list[tuple[Problem, str, Candidate]] = []
     for kernel_name in PROBLEMS:
-        kernel = load_kernel(kernel_name)
-        problems = problems_of(kernel)
-        settings = load_settings({"db": str(options.db), "rivals": "off"})
-        # A fixed seed would give every run the same inputs and orders.
-        chosen = TuneOptions(effort="served", seed=int(datetime.now(timezone.utc).timestamp()))
-        with Session(ARCH, settings=settings, tools=tools) as session:
-            if options.slower and not session.db.entries(ARCH, kernel_name):
-                seed_slower(session, kernel_name, problems)
-            report = session.tune(kernel, problems, chosen)
-            for result in report.results:
-                stored = session.db.measurements(result.entry.problem, ARCH, run_id=report.run_id)
-                found = next(each for each in stored if each.id == result.entry.measurement_id)
-                timed = found.measurement
-                rows.append(
-                    {
-                        "run": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                        "device": timed.device.name,
-                        "compiler": found.toolchain.tileiras,
-                        "kernel": kernel_name,
-                        "problem": str(timed.problem),
-                        "schedule": timed.schedule.short(),
-                        "fingerprint": timed.fingerprint,
-                        "samples": len(timed.samples_us),
-                        "us": timed.median_us,
-                        "low_us": timed.ci_low_us,
-                        "high_us": timed.ci_high_us,
-                    }
-                )
-    rows = [{**row, "run": rows[0]["run"]} for row in rows]
-    with options.csv.open("a", encoding="utf-8") as file:
-        file.write(csv_text(rows, COLUMNS, head=file.tell() == 0))
-    return rows
+        with Session(ARCH) as session:
+            builder = session.builder(load_kernel(kernel_name))
+            pairs = [(problem, *each) for problem, found in entries_of(kernel_name) for each in found.items()]
+            builder.build_for_each([(schedule, problem) for problem, _, schedule in pairs])
+            for problem, name, schedule in pairs:
+                (candidate,) = builder.candidates(builder.programs([schedule], problem, arch_spec(ARCH)))
+                programs.append((problem, name, candidate))
+            compiler = session.toolchain.tileiras
+    count, longest = 0, 0.0
+    while (began := time.monotonic()) + longest < ends:
+        rows = []
+        runner = start(int(began))
+        try:
+            for problem, of in itertools.groupby(programs, key=lambda each: each[0]):
+                runner.begin(problem)
+                for _, name, candidate in of:
+                    taken = race(runner, problem, [candidate]).winner
+                    if taken is None:
+                        raise MeasureError(f"{problem} was not measured with its {name}; run: tiledsched doctor")
+                    known = runner.device, compiler, problem, name, taken
+                    rows.append(row_of(datetime.now(timezone.utc), *known))
+        finally:
+            runner.close()
+        rows = [{**row, "run": rows[-1]["run"]} for row in rows]
+        with path.open("a", encoding="utf-8") as file:
+            file.write(csv_text(rows, COLUMNS, head=file.tell() == 0))
+        count, longest = count + 1, max(longest, time.monotonic() - began)
+        print(f"run {count}: {time.monotonic() - began:.1f} s", file=sys.stderr)
+    return count
 
 
-def seed_slower(session: Session, kernel_name: str, problems: Sequence[Problem]) -> None:
-    """Serve the runner-up of each problem's entry in the table that ships, with a time of one sample: a run measures it anew."""
-    shipped = read_table(data_files.tuning_db() / "tables" / kernel_name / f"{ARCH}.json").entries
-    for problem in problems:
-        entry = next(
-            each for each in shipped if each.problem == problem and each.runner_up and each.compiler.startswith("13.5")
-        )
+def entries_of(kernel_name: str) -> list[tuple[Problem, dict[str, Schedule]]]:
+    """Of each problem the schedule that the table serves, and its runner-up."""
+    table = read_table(data_files.tuning_db() / "tables" / kernel_name / f"{ARCH}.json").entries
+    kernel, found = load_kernel(kernel_name), []
+    for problem in (each for text in PROBLEMS[kernel_name] for each in read_problems(kernel, text)):
+        known = [each for each in table if each.problem == problem and each.runner_up and each.regime == "burst"]
+        entry = max(known, key=lambda each: each.compiler)
         assert entry.runner_up is not None
-        assert entry.measurement is not None
-        us = entry.measurement.median_us * (1 + (entry.margin or 0))
-        device = entry.measurement.device
-        taken = Measurement(
-            problem=problem,
-            schedule=entry.runner_up,
-            fingerprint="",
-            device=device,
-            regime="burst",
-            **vars(Timing(median_us=us, ci_low_us=us, ci_high_us=us)),
-            samples_us=(us,),
-            accuracy=None,
-            conditions=Conditions(),
-            runner="gpu",
-        )
-        number = session.db.record_measurement(None, kernel_name, entry.source_hash, session.toolchain, taken)
-        session.db.put_entry(
-            Entry(
-                kernel=kernel_name,
-                arch=ARCH,
-                problem=problem,
-                provenance="measured",
-                schedule=entry.runner_up,
-                fingerprint="",
-                device_name=session.device_here,
-                regime="burst",
-                toolchain=session.toolchain,
-                source_hash=entry.source_hash,
-                measurement_id=number,
-            )
-        )
+        complete = space_for(ARCH, kernel).complete
+        found.append((problem, {SERVED: complete(entry.schedule), SLOWER: complete(entry.runner_up)}))
+    return found
 
 
-def read_runs(path: Path) -> list[dict[str, ProgramTime]]:
-    """The runs of a file that `record` wrote, each with its time of every problem."""
-    found: dict[str, dict[str, ProgramTime]] = defaultdict(dict)
+def row_of(
+    when: datetime, device: Device, compiler: str, problem: Problem, name: str, taken: Measurement
+) -> dict[str, Any]:
+    """A row of the file."""
+    return {
+        "run": when.isoformat(timespec="seconds"),
+        "device": device.name,
+        "driver": device.driver,
+        "compiler": compiler,
+        "kernel": problem.kernel,
+        "problem": str(problem),
+        "program": name,
+        "schedule": taken.schedule.short(),
+        "samples": len(taken.samples_us),
+        "us": taken.median_us,
+        "low_us": taken.ci_low_us,
+        "high_us": taken.ci_high_us,
+    }
+
+
+def read_runs(path: Path) -> list[dict[str, dict[str, ProgramTime]]]:
+    """The runs of a file that `record` wrote: of each problem both programs, by name."""
+    found: dict[str, dict[str, dict[str, ProgramTime]]] = defaultdict(lambda: defaultdict(dict))
     try:
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
                 us, low, high = (float(row[name]) for name in ("us", "low_us", "high_us"))
-                taken = ProgramTime(row["schedule"], row["fingerprint"], us, low, high, row["run"] + path.name)
-                found[row["run"]][f"{row['kernel']} {row['problem']}"] = taken
+                taken = ProgramTime(row["schedule"], row["program"], us, low, high, row["run"] + row["program"])
+                found[row["run"]][f"{row['kernel']} {row['problem']}"][row["program"]] = taken
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error!r}); pass a file that `record` wrote") from error
     return list(found.values())
@@ -266,57 +259,55 @@ def slowed(run: Mapping[str, ProgramTime], name: str, factor: float) -> dict[str
     return {**run, name: longer}
 
 
-def summarise(served: Sequence[dict[str, ProgramTime]], slower: Sequence[dict[str, ProgramTime]], runs: int) -> str:
+def summarise(recorded: Sequence[dict[str, dict[str, ProgramTime]]], runs: int) -> str:
     """What the gate says of checks with so many runs a side, drawn from those recorded."""
-    rng = random.Random(0)
+    rng, names = random.Random(0), list(recorded[0])
 
-    def draw() -> tuple[list[dict[str, ProgramTime]], list[dict[str, ProgramTime]]]:
-        drawn = rng.sample(served, 2 * runs)
-        return drawn[:runs], drawn[runs:]
+    def draw(before: str = SERVED) -> list[list[dict[str, ProgramTime]]]:
+        """Runs of the two sides, of different processes, with one program of each problem, and the second side's other ones."""
+        drawn = rng.sample(recorded, 2 * runs)
+        other = SLOWER if before == SERVED else SERVED
+        parts = (drawn[:runs], before), (drawn[runs:], before), (drawn[runs:], other)
+        return [[{name: each[name][program] for name in names} for each in part] for part, program in parts]
 
     def verdict_on(name: str, before: Any, after: Any) -> str:
         return next(row.verdict for row in check(before, after).rows if row.b.problem == name)
 
-    names = list(served[0])
-    alarms = [check(*draw()) for _ in range(CHECKS)]
-    lines = [
-        f"{len(served)} runs of what is served, {len(slower)} of slower schedules, {len(names)} problems; {runs} runs a side",
-        f"A/A: {sum(each.regressed for each in alarms)} of {CHECKS} checks give an alarm; runs differ by "
-        f"{statistics.median(each.noise or 0 for each in alarms):.2%}; "
-        f"{statistics.mean(row.verdict == 'tied' for each in alarms for row in each.rows):.1%} of the verdicts are `tied`",
-    ]
+    lines = [f"{len(recorded)} runs, {len(names)} problems; {runs} runs a side"]
+    for program in (SERVED, SLOWER):
+        found = [check(*draw(program)[:2]) for _ in range(CHECKS)]
+        lines.append(
+            f"A/A checks of the {program}: {sum(each.regressed for each in found)} of {CHECKS} give an alarm; runs differ by "
+            f"{statistics.median(each.noise or 0 for each in found):.2%}; "
+            f"{statistics.mean(row.verdict == 'tied' for each in found for row in each.rows):.1%} of the verdicts are `tied`"
+        )
     for factor in FACTORS:
         planted = Counter[str]()
         for place in range(PLANTED):
-            name, (before, after) = names[place % len(names)], draw()
+            name, (before, after, _) = names[place % len(names)], draw()
             planted[verdict_on(name, before, [slowed(run, name, factor) for run in after])] += 1
-        lines.append(
-            f"planted {factor - 1:.0%} in the times of one problem: {dict(planted.most_common())} of {PLANTED}"
-        )
-    caught: dict[str, Counter[str]] = {}
-    lines.append("")
-    lines.append("| real programs | served, us | slower | spread of runs | verdicts |")
-    lines.append("|---|---:|---:|---:|---|")
-    for name in names if len(slower) >= runs else ():
-        times = [[math.log(run[name].us) for run in each] for each in (served, slower)]
+        lines.append(f"times of one problem times {factor}: {_counted(planted)} of {PLANTED}")
+    lines += ["", "|problem|served, us|runner-up|spread of runs|verdicts on it|", "|---|---:|---:|---:|---|"]
+    caught: dict[bool, Counter[str]] = defaultdict(Counter)
+    for name in names:
+        times = [[math.log(run[name][program].us) for run in recorded] for program in (SERVED, SLOWER)]
         ratio = math.exp(statistics.mean(times[1]) - statistics.mean(times[0])) - 1
-        found = Counter[str]()
+        verdicts = Counter[str]()
         for _ in range(PLANTED // len(names)):
-            before, after = draw()
-            changed = rng.sample(slower, runs)
-            found[
-                verdict_on(
-                    name, before, [{**run, name: other[name]} for run, other in zip(after, changed, strict=True)]
-                )
-            ] += 1
-        caught.setdefault("3% or more" if ratio >= LIMIT else "less than 3%", Counter()).update(found)
+            before, after, other = draw()
+            changed = [{**run, name: each[name]} for run, each in zip(after, other, strict=True)]
+            verdicts[verdict_on(name, before, changed)] += 1
+        caught[ratio >= LIMIT].update(verdicts)
         spread = math.sqrt(statistics.mean(statistics.variance(each) for each in times))
         us = math.exp(statistics.mean(times[0]))
-        lines.append(f"|{name}|{us:.1f}|{ratio:+.2%}|{spread:.2%}|{dict(found.most_common())}|")
-    lines += [
-        f"real programs that are slower by {which}: {dict(found.most_common())}" for which, found in caught.items()
-    ]
+        lines.append(f"|{name}|{us:.1f}|{ratio:+.2%}|{spread:.2%}|{_counted(verdicts)}|")
+    lines += ["", f"real programs that take 3% longer or more: {_counted(caught[True])}"]
+    lines.append(f"real programs that take less than 3% longer: {_counted(caught[False])}")
     return "\n".join(lines)
+
+
+def _counted(verdicts: Counter[str]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()) or "none"
 
 
 if __name__ == "__main__":
