@@ -53,10 +53,11 @@ def test_noise_gives_no_alarm_and_slow_downs_of_3_percent_do(code) -> None:
 
 
 def test_a_machine_too_noisy_for_the_limit_is_tied_and_says_what_it_would_notice() -> None:
-    found, verdicts = gate(drawn(np.random.default_rng(1), 0.02))
-    assert set(verdicts.values()) == {"tied"}
-    assert not found.regressed
-    assert all(row.noticed > 0.03 for row in found.rows)
+    rng = np.random.default_rng(1)
+    found = [gate(drawn(rng, 0.02))[0] for _ in range(100)]
+    assert sum(each.regressed for each in found) <= 2
+    assert {row.verdict for row in found[0].rows} == {"tied"}
+    assert all(row.noticed > 0.03 for row in found[0].rows)
 
 
 QUIET = {f"p{place}": ((100.0, 100.1, 99.9), (100.1, 100.0, 99.9)) for place in range(19)}
@@ -73,8 +74,14 @@ QUIET = {f"p{place}": ((100.0, 100.1, 99.9), (100.1, 100.0, 99.9)) for place in 
     ],
 )
 def test_the_verdict_of_one_problem_among_quiet_ones(a, b, code, verdict) -> None:
-    _, verdicts = gate(QUIET | {"p": (a, b)}, code)
+    found, verdicts = gate(QUIET | {"p": (a, b)}, code)
     assert verdicts == dict.fromkeys(QUIET, "same") | {"p": verdict}
+    assert found.noise < 0.002
+
+
+def test_the_own_difference_of_one_machine_code_is_no_noise() -> None:
+    _, verdicts = gate({"p0": QUIET["p0"], "p": ((100, 100.1, 99.9), (104, 104.1, 103.9))}, "a")
+    assert verdicts["p"] == "slower"
 
 
 def test_what_the_samples_of_a_run_say_of_its_spread_counts_too() -> None:
