@@ -66,15 +66,12 @@ def judged_by_runs(found: Comparison, limit: float) -> Comparison:
             "the two sides hold no two runs of one program, so that nothing says how much runs of this machine differ; measure "
             "both again, each into its own database: tiledsched tune --effort served --db DB"
         )
-    # A median, because one disturbed run must not hide what became slower elsewhere.
     spread = (within + same * grown**2 * weight) / chi2.median(np.maximum(1, known))
+    # A median, so that neither a disturbed run nor a problem that did become slower counts as noise of all others.
     noise = float(np.median(spread[known > 0]))
-    # Whether this problem became slower is the question, so that its own difference is no noise.
-    others = [spread[(known > 0) & (np.arange(known.size) != place)] for place in range(known.size)]
-    pooled = np.array([np.median(each) if each.size else 0.0 for each in others])
     shared = np.minimum(SHARED_FREEDOM, known.sum() - known)
     own = np.maximum(1, freedom + shared)
-    variance = np.maximum(sampling, (within + shared * pooled) / own)
+    variance = np.maximum(sampling, (within + shared * noise) / own)
     beyond, bound, missed, half = (
         t.isf(level, own) * np.sqrt(variance / weight)
         for level in (FALSE_ALARM / len(found.rows), BOUND, MISSED, 0.025)
