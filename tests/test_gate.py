@@ -85,6 +85,10 @@ def test_the_own_difference_of_one_machine_code_is_no_noise() -> None:
         assert verdicts["p"] == "slower"
 
 
+def test_one_problem_alone_has_no_more_evidence_than_its_runs() -> None:
+    assert gate({"p": ((100, 101), (103.5, 104.5))})[1] == {"p": "tied"}
+
+
 def test_what_the_samples_of_a_run_say_of_its_spread_counts_too() -> None:
     _, verdicts = gate(QUIET | {"p": ((100, 100.1, 99.9), (104, 104.1, 103.9))}, half=0.1)
     assert verdicts["p"] == "tied"
