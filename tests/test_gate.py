@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -103,35 +104,34 @@ def test_what_cannot_be_judged_is_refused() -> None:
 
 
 def put_runs(path, times_us, schedule):
-    """A database with a run for each of some times of each problem, the last of which is served."""
+    """Add a run for each of some times of each problem, beside what does not count: the search before, and other programs."""
+
+    def put(run, us, schedule=schedule, code=schedule.id * 2, samples=10, **more):
+        own = taken(schedule, us, fingerprint=code, **more)
+        own = dataclasses.replace(own, samples_us=own.samples_us * (samples // 5))
+        return db.record_measurement(run, "attention", SOURCE, TOOLCHAIN, own)
+
     with TuningDB.open(path) as db:
         for problem, runs in times_us.items():
             for us in runs:
-                own = taken(schedule, us, problem=problem, fingerprint=schedule.id * 2)
-                own = dataclasses.replace(own, samples_us=own.samples_us * 2)
-                number = db.record_measurement(db.start_run({}, "sm_90"), "attention", SOURCE, TOOLCHAIN, own)
-            entry = {
-                "schedule": schedule,
-                "fingerprint": own.fingerprint,
-                "toolchain": TOOLCHAIN,
-                "device_name": DEVICE.name,
-                "regime": "burst",
-            }
-            db.put_entry(
-                Entry(
-                    kernel="attention",
-                    arch="sm_90",
-                    problem=problem,
-                    provenance="measured",
-                    measurement_id=number,
-                    **entry,
-                )
-            )
+                run = db.start_run({}, "sm_90")
+                put(run, us * 1.5, problem=problem)
+                number = put(run, us, problem=problem)
+                put(run, us * 2, problem=problem, code="f" * 24)
+                put(run, us * 3, plain(32, 32), problem=problem)
+                put(None, us * 4, problem=problem, samples=5)
+                if path == "head.db":
+                    put(db.start_run({}, "sm_90"), us * 5, problem=problem, regime="sustained")
+            entry = {"schedule": schedule, "fingerprint": schedule.id * 2, "toolchain": TOOLCHAIN}
+            where = {"kernel": "attention", "arch": "sm_90", "device_name": DEVICE.name, "regime": "burst"}
+            db.put_entry(Entry(**where, problem=problem, provenance="measured", measurement_id=number, **entry))
 
 
 def test_two_databases_are_judged_on_the_command_line(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second, third = (PROBLEM.replace(batch=batch) for batch in (1, 2, 3))
+    first, second, third, fourth = (PROBLEM.replace(batch=batch) for batch in (1, 2, 3, 4))
+    put_runs("base.db", {fourth: (30, 31)}, plain(128, 64))  # known to both, and not measured anew
+    shutil.copy("base.db", "head.db")
     put_runs("base.db", {first: (100, 100.2, 99.9), second: (50, 50.1, 50), third: (70, 70.1, 70)}, plain(128, 64))
     put_runs("head.db", {first: (104.1, 104.2, 104), second: (50.1, 50, 50)}, plain(64, 64))
     assert main(["compare", "base.db", "head.db", "--gate", "3%", "--all", "--markdown", "gate.md"]) == 1
@@ -141,6 +141,8 @@ def test_two_databases_are_judged_on_the_command_line(tmp_path, monkeypatch, cap
     found = json.loads(capsys.readouterr().out)
     assert {row["verdict"]: row["b_runs"] for row in found["rows"]} == {"same": 3}
     assert (found["threshold"], found["regressed"], len(found["only_a"])) == (0.09, True, 1)
+    put_runs("head.db", {third: (70, 70.1, 70)}, plain(64, 64))
+    assert main(["compare", "base.db", "head.db", "--gate", "9"]) == 0
     assert main(["compare", "base.db", "base.db", "--gate", "3"]) == 2
     assert "no two runs" in capsys.readouterr().err
     assert main(["compare", "base.db", "head.db", "--markdown", "gate.md"]) == 2

@@ -69,8 +69,7 @@ class KnownTime:
     modelled: bool = False
     """Whether the time is an estimate of the performance model. Its interval is then only its median."""
     runs: tuple[ProgramTime, ...] = ()
-    """The times of the same machine code in each run that measured it with several samples, the newest first. They are read
-    from databases only."""
+    """The time of its machine code in each run that measured it, with several samples. A report's files do not have them."""
 
     @property
     def us(self) -> float:

@@ -264,7 +264,6 @@ class _Evidence:
         best, programs = dict(side.best), dict[Key, dict[str, ProgramTime]]()
         fastest: dict[Key, TimedRow] = {}
         keys: dict[tuple[int, str], Key] = {}
-        runs: dict[tuple[Any, ...], dict[int | None, ProgramTime]] = defaultdict(dict)
         for row in rows:
             mode, words, number = _said(row.schedule)
             key = keys.get((id(row.shared), mode))
@@ -273,20 +272,24 @@ class _Evidence:
                 key = keys[id(row.shared), mode] = _key_of(problem, row.shared, mode)
             program = row.fingerprint or number
             of = programs.setdefault(key, {})
-            us, low, high = row.timing
-            timed = ProgramTime(words, row.fingerprint, us, low, high, row.uid)
-            if row.samples >= LEAST_SAMPLES:
-                runs[key, row.fingerprint, words].setdefault(row.run_id, timed)
             if program not in of:
-                of[program] = timed
+                us, low, high = row.timing
+                of[program] = ProgramTime(words, row.fingerprint, us, low, high, row.uid)
                 if key not in fastest or row.timing[0] < fastest[key].timing[0]:
                     fastest[key] = row
         for key, row in fastest.items():
             if key not in best and problem is not None:
                 best[key] = _of_row(problem, row)
         for key, one in best.items():
-            if several := runs.get((key, one.fingerprint, one.schedule)):
-                best[key] = replace(one, runs=tuple(several.values()))
+            runs = {
+                row.run_id: ProgramTime._make((one.schedule, row.fingerprint, *row.timing, row.uid))
+                for row in reversed(rows)  # of one run the newest counts
+                if row.fingerprint == one.fingerprint
+                and row.samples >= LEAST_SAMPLES
+                and keys.get((id(row.shared), one.accum_mode)) == key
+                and _said(row.schedule)[1] == one.schedule
+            }
+            best[key] = replace(one, runs=tuple(runs.values()))
         return replace(side, best=best, programs=programs)
 
     def _selected(self, entries: Sequence[Entry], rows: Sequence[TimedRow]) -> tuple[list[Entry], Sequence[Any]]:

@@ -35,8 +35,8 @@ def judged_by_runs(found: Comparison, limit: float) -> Comparison:
 
     A problem is `slower` if its time grew beyond doubt (where nothing became slower, one comparison in 100 calls something
     slower) and by what may be `limit`; it is `tied` if a slow-down by the limit would be missed in more than 5 of 100
-    comparisons; `faster` is what would be slower the other way round, and `same` is the rest. A problem without runs on both
-    sides is unpaired, and fails.
+    comparisons; `faster` is what would be slower the other way round, and `same` is the rest. A problem of which only A
+    holds runs of its own is unpaired, and fails.
 
     Args:
         found: what :func:`tiledsched.report.comparison_sources.compare_sources` found.
@@ -49,8 +49,11 @@ def judged_by_runs(found: Comparison, limit: float) -> Comparison:
 
     if any(row.verdict == ESTIMATED or row.a.device != row.b.device for row in found.rows):
         raise ConfigError("a gate compares measurements of one GPU; measure both sides on the same machine, in turns")
-    timed = [(row, sides) for row in found.rows if all(sides := _own_runs(row))]
-    lacking = [("A", row.a, "A or B holds no run of its own") for row in found.rows if not all(_own_runs(row))]
+    pairs = [(row, _own_runs(row)) for row in found.rows]
+    timed = [(row, sides) for row, sides in pairs if all(sides)]
+    # What neither side measured for itself, such as the rest of a table that both imported, is no part of the check.
+    lacking = [("A", row.a, "B holds no run of its own") for row, (own, others) in pairs if own and not others]
+    unpaired = (*(each for each in found.unpaired if each[0] == "B" or each[1].runs), *lacking)
     logs = [[np.log([run.us for run in runs]) for runs in sides] for _, sides in timed]
     # One column for each problem; the two rows of `count` and `mean` are the sides.
     count, mean = (np.reshape([[of(each) for each in sides] for sides in logs], (-1, 2)).T for of in (np.size, np.mean))
@@ -92,7 +95,7 @@ def judged_by_runs(found: Comparison, limit: float) -> Comparison:
         )
         for place, (row, sides) in enumerate(timed)
     ]
-    whole = replace(found, rows=tuple(rows), unpaired=(*found.unpaired, *lacking))
+    whole = replace(found, rows=tuple(rows), unpaired=unpaired)
     return replace(joined_parts([whole], found.a, found.b, limit), noise=math.sqrt(noise))
 
 
