@@ -38,6 +38,7 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.serve.arch_table import ArchTable
 from tiledsched.serve.chain import AT_LAST, EXACT, GUESSES, SHARED, LinkStep, Question, Served, find, refined
+from tiledsched.serve.transfer import Nearby, nearby
 from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
@@ -129,6 +130,12 @@ class LookupTable:
         served = served or self._shared(question) or find(GUESSES, question, NOT_MEASURED)
         assert served is not None, "there always is a default"
         return refined(AT_LAST, question, served)
+
+    def nearby(self, problem: Problem, arch: str) -> Nearby | None:
+        """What was measured on an arch near a problem, and on it, says about schedules for it; None where that is nothing."""
+        table = self._around(problem, arch)
+        spec = table.spec
+        return nearby(problem, table.alike(problem), table.space, spec, table.policy) if spec else None
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after

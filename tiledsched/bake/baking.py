@@ -1,0 +1,180 @@
+"""From what the table says of a kernel to source: as a module, or in the kernel's own file."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy
+
+from tiledsched.bake.choices import Case
+from tiledsched.bake.patch import SourceFile
+from tiledsched.bake.text import names_in, source
+from tiledsched.bake.tree import NEVER, Tree, grow
+from tiledsched.core.device import ARCHS
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.fields import Dim
+from tiledsched.core.launches import steps
+from tiledsched.core.problem import KernelClass
+from tiledsched.core.schedule import HINT_KNOBS
+from tiledsched.core.shapes import split_shape
+from tiledsched.core.space_files import space_for
+from tiledsched.core.text import joined, plural
+
+
+class Baking:
+    """What is baked of a kernel.
+
+    Args:
+        kernel: the kernel.
+        cases: the problems, with what schedules lose there.
+        command: the words that bake it again.
+        max_leaves: None for the table's choice in every case.
+    """
+
+    def __init__(self, kernel: KernelClass, cases: Sequence[Case], command: str, max_leaves: int | None = None) -> None:
+        self.kernel, self.cases, self._command, self._exact = kernel, cases, command, max_leaves is None
+        self.archs = sorted({each.arch for each in cases})
+        self.names = [each.names(with_arch=len(self.archs) > 1) for each in cases]
+        """By an expression, what is known of each problem before a launch."""
+        served = {each.served.schedule for each in cases}
+        self.schedules = sorted(
+            served.union(*(each.losses for each in cases if not self._exact)), key=lambda each: each.id
+        )
+        chosen = [[float(one != each.served.schedule) for one in self.schedules] for each in cases]
+        lost = [[max(0.0, each.losses.get(one, NEVER)) for one in self.schedules] for each in cases]
+        self.tree: Tree = grow(self.names, numpy.array(chosen if self._exact else lost), max_leaves)
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kernel.name.rpartition(":")[2])
+        self.name = re.sub(r"\W", "_", words).lower()
+        """What the names of the source begin with."""
+
+    def losses(self, leaf: Tree) -> list[float]:
+        """By how much longer each problem of a leaf takes than with the table's choice, as a share."""
+        schedule = self.schedules[leaf.best]
+        return [math.expm1(max(0.0, self.cases[row].losses.get(schedule, NEVER))) for row in leaf.rows]
+
+    @property
+    def said(self) -> str:
+        """How large it is and what it costs, in words."""
+        leaves = self.tree.leaves()
+        size = f"{plural(len(leaves), 'leaf', 'leaves')}, {plural(len({each.best for each in leaves}), 'schedule')}"
+        size += f", {plural(len(self.cases), 'problem')}"
+        if self._exact:
+            return f"{size}: for each of them what the table chooses"
+        lost = [each for leaf in leaves for each in self.losses(leaf)]
+        timed = sum(self.schedules[leaf.best] in self.cases[row].measured for leaf in leaves for row in leaf.rows)
+        return (
+            f"{size}. Than with the table's choices, a problem takes {mean_of(lost):.1%} longer in the geometric mean, at worst "
+            f"{max(lost):.1%}; {timed / len(lost):.0%} of these ratios are measured, the others estimated"
+        )
+
+    @functools.cached_property
+    def _needs(self) -> tuple[list[str], int]:
+        """What schedules need of other problems: conditions that can be asked anywhere, and the number of those that cannot."""
+        asked, unasked, fields = set(), set(), set().union(*self.names)
+        for space in (space_for(arch, self.kernel) for arch in self.archs):
+            for each in space.needed:
+                beside = each.names - space.knobs.keys() - space.limits.keys()
+                text = re.sub(
+                    "|".join(rf"\b{name}\b" for name in space.limits) or "$^",
+                    lambda found, of=space: str(of.limits[found[0]]),
+                    each.require,
+                )
+                if beside:
+                    (asked if beside <= fields else unasked).add(text)
+        return sorted(asked), len(unasked)
+
+    def source(self, form: str = "dict", hints: str = "") -> str:
+        """The source by itself; see :func:`tiledsched.bake.text.source`."""
+        entries = [each.served.entry for each in self.cases if each.served.entry and each.served.entry.measurement]
+        days = sorted(f"{each.measurement.created_at:%Y-%m-%d}" for each in entries if each.measurement)
+        where = {f"{each.device_name} ({each.arch}), tileiras {each.compiler}, {each.regime}" for each in entries}
+        first, (needs, unasked) = self.names[0], self._needs
+        same = [f"{name}={first[name]}" for name in first if len({each.get(name) for each in self.names}) == 1]
+        comment = [
+            self._command,
+            f"Measured on {joined(sorted(where))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+            if days
+            else "Nothing was measured.",
+            f"{self.said}.",
+            f"All of these problems have {joined(same)}." * bool(same),
+            f"Whether a schedule runs other problems is not checked by {plural(unasked, 'constraint')} of the kernel."
+            * bool(unasked),
+            "Do not edit this: run the command again. With --check it says whether this is what the table says today.",
+        ]
+        return source(self.name, self.tree, self.schedules, needs, comment, form, hints)
+
+    def patched(self) -> tuple[Path, str, str]:
+        """The kernel's own file: its path, what it holds, and what it holds when it is baked.
+
+        Raises:
+            ConfigError: the file has no place where what is baked could be used.
+        """
+        path, function = self._function()
+        text = path.read_text(encoding="utf-8")
+        file = SourceFile(str(path), text, function)
+        knobs = self.schedules[0].keys()
+        hints = [hint for hint in HINT_KNOBS if hint in knobs and not self.kernel.is_called]
+        kernel = file.kernel_of_each(hints, self.archs) if hints else ""
+
+        def block(form: str) -> str:
+            return self.source(form, kernel if form == "dict" else "")
+
+        return path, text, file.baked(f"{self.name}_schedule", knobs, hints, self._chosen, block)
+
+    def _function(self) -> tuple[Path, str]:
+        """The file and the name of the kernel's tile function."""
+        module, _, name = self.kernel.name.rpartition(":")
+        if self.kernel.is_called:
+            places = [Path(each, *module.split(".")).with_suffix(".py") for each in ("", *sys.path)]
+            path = next((each for each in places if each.is_file()), None)
+            if path is None:
+                raise ConfigError(
+                    f"{module} is neither here nor where Python looks for modules; run this in its folder"
+                )
+            return path, name
+        pairs = {(self.cases[row], leaf.best) for leaf in self.tree.leaves() for row in leaf.rows}
+        found = {
+            step.function
+            for case, best in pairs
+            for step in steps(self.kernel, case.problem, self.schedules[best], ARCHS[case.arch])
+        }
+        if len(found) > 1:
+            names = joined(sorted(each.__name__ for each in found))
+            raise ConfigError(
+                f"schedules of {self.kernel.name} run several functions ({names}); write a module: -o FILE.py"
+            )
+        return Path(inspect.getsourcefile(found.copy().pop()) or ""), found.pop().__name__
+
+    def _chosen(self, given: Mapping[str, str]) -> str:
+        """The call of the baked function where the tile function has these arguments, with all sizes and what else it needs."""
+        known: dict[str, str] = {"arch": "'sm_%d%d' % torch.cuda.get_device_capability()"}
+        for name, each in {} if self.kernel.is_called else self.kernel.array_fields.items():
+            if name in given and isinstance(each.shape, str):
+                known |= {
+                    word: f"{given[name]}.shape[{axis}]"
+                    for axis, word in enumerate(split_shape(each.shape))
+                    if word not in known
+                }
+                known.setdefault(each.dtype or "dtype", f"str({given[name]}.dtype)[6:]")
+                known.setdefault(each.layout, f"'column' if {given[name]}.stride(-1) > 1 else 'row'")
+        known |= given
+        asked = names_in(*(each.question for each in self.tree.nodes()), *self._needs[0]) - self.schedules[0].keys()
+        missing = sorted(asked - known.keys())
+        if missing:
+            raise ConfigError(
+                f"a launch of {self.kernel.name} does not tell {joined(missing)}, by which schedules differ; name problems that have "
+                "it in common with -p, or write a module: -o FILE.py"
+            )
+        sizes = [name for name, each in self.kernel.fields.items() if isinstance(each, Dim) and name in known]
+        return f"{self.name}_schedule({', '.join(f'{name}={known[name]}' for name in dict.fromkeys((*sizes, *sorted(asked))))})"
+
+
+def mean_of(shares: Sequence[float]) -> float:
+    """The geometric mean of ratios, all given and returned as what they are above 1."""
+    return math.expm1(sum(map(math.log1p, shares)) / len(shares))
