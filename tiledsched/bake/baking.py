@@ -1,28 +1,18 @@
-"""From what the table says of a kernel to source: as a module, or in the kernel's own file."""
+"""From what the table says of a kernel to source."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import re
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy
 
 from tiledsched.bake.choices import Case
-from tiledsched.bake.patch import SourceFile
 from tiledsched.bake.text import names_in, source
 from tiledsched.bake.tree import NEVER, Tree, grow
-from tiledsched.core.device import ARCHS
-from tiledsched.core.errors import ConfigError
-from tiledsched.core.fields import Dim
-from tiledsched.core.launches import steps
 from tiledsched.core.problem import KernelClass
-from tiledsched.core.schedule import HINT_KNOBS
-from tiledsched.core.shapes import split_shape
 from tiledsched.core.space_files import space_for
 from tiledsched.core.text import joined, plural
 
@@ -89,6 +79,11 @@ class Baking:
                     (asked if beside <= fields else unasked).add(text)
         return sorted(asked), len(unasked)
 
+    @property
+    def asked(self) -> set[str]:
+        """What the baked function needs to know of a problem."""
+        return names_in(*(each.question for each in self.tree.nodes()), *self._needs[0]) - self.schedules[0].keys()
+
     def source(self, form: str = "dict", hints: str = "") -> str:
         """The source by itself; see :func:`tiledsched.bake.text.source`."""
         entries = [each.served.entry for each in self.cases if each.served.entry and each.served.entry.measurement]
@@ -108,71 +103,6 @@ class Baking:
             "Do not edit this: run the command again. With --check it says whether this is what the table says today.",
         ]
         return source(self.name, self.tree, self.schedules, needs, comment, form, hints)
-
-    def patched(self) -> tuple[Path, str, str]:
-        """The kernel's own file: its path, what it holds, and what it holds when it is baked.
-
-        Raises:
-            ConfigError: the file has no place where what is baked could be used.
-        """
-        path, function = self._function()
-        text = path.read_text(encoding="utf-8")
-        file = SourceFile(str(path), text, function)
-        knobs = self.schedules[0].keys()
-        hints = [hint for hint in HINT_KNOBS if hint in knobs and not self.kernel.is_called]
-        kernel = file.kernel_of_each(hints, self.archs) if hints else ""
-
-        def block(form: str) -> str:
-            return self.source(form, kernel if form == "dict" else "")
-
-        return path, text, file.baked(f"{self.name}_schedule", knobs, hints, self._chosen, block)
-
-    def _function(self) -> tuple[Path, str]:
-        """The file and the name of the kernel's tile function."""
-        module, _, name = self.kernel.name.rpartition(":")
-        if self.kernel.is_called:
-            places = [Path(each, *module.split(".")).with_suffix(".py") for each in ("", *sys.path)]
-            path = next((each for each in places if each.is_file()), None)
-            if path is None:
-                raise ConfigError(
-                    f"{module} is neither here nor where Python looks for modules; run this in its folder"
-                )
-            return path, name
-        pairs = {(self.cases[row], leaf.best) for leaf in self.tree.leaves() for row in leaf.rows}
-        found = {
-            step.function
-            for case, best in pairs
-            for step in steps(self.kernel, case.problem, self.schedules[best], ARCHS[case.arch])
-        }
-        if len(found) > 1:
-            names = joined(sorted(each.__name__ for each in found))
-            raise ConfigError(
-                f"schedules of {self.kernel.name} run several functions ({names}); write a module: -o FILE.py"
-            )
-        return Path(inspect.getsourcefile(found.copy().pop()) or ""), found.pop().__name__
-
-    def _chosen(self, given: Mapping[str, str]) -> str:
-        """The call of the baked function where the tile function has these arguments, with all sizes and what else it needs."""
-        known: dict[str, str] = {"arch": "'sm_%d%d' % torch.cuda.get_device_capability()"}
-        for name, each in {} if self.kernel.is_called else self.kernel.array_fields.items():
-            if name in given and isinstance(each.shape, str):
-                known |= {
-                    word: f"{given[name]}.shape[{axis}]"
-                    for axis, word in enumerate(split_shape(each.shape))
-                    if word not in known
-                }
-                known.setdefault(each.dtype or "dtype", f"str({given[name]}.dtype)[6:]")
-                known.setdefault(each.layout, f"'column' if {given[name]}.stride(-1) > 1 else 'row'")
-        known |= given
-        asked = names_in(*(each.question for each in self.tree.nodes()), *self._needs[0]) - self.schedules[0].keys()
-        missing = sorted(asked - known.keys())
-        if missing:
-            raise ConfigError(
-                f"a launch of {self.kernel.name} does not tell {joined(missing)}, by which schedules differ; name problems that have "
-                "it in common with -p, or write a module: -o FILE.py"
-            )
-        sizes = [name for name, each in self.kernel.fields.items() if isinstance(each, Dim) and name in known]
-        return f"{self.name}_schedule({', '.join(f'{name}={known[name]}' for name in dict.fromkeys((*sizes, *sorted(asked))))})"
 
 
 def mean_of(shares: Sequence[float]) -> float:

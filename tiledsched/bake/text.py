@@ -52,10 +52,10 @@ def source(
     lines = [f"{BEGIN} {name}_schedule ---"]
     for each in comment:
         lines += textwrap.wrap(each, WIDTH, initial_indent="# ", subsequent_indent="# ")
-    lines += ["# fmt: off", *["from types import SimpleNamespace"] * (form != "dict")]
+    lines += ["# fmt: off"]
     lines += _wrapped(f"{table} = [{row if form == 'dict' else f'{form}(**{row})'} for row in [")
     lines += [*_wrapped(rows, "    "), "]]"]
-    lines += [f"for each in {table}:", f"    each['kernel'] = {hints}"] if hints else []
+    lines += [f"for each in {table}:", *_wrapped(f"    each['kernel'] = {hints}")] if hints else []
     head = f"def {name}_schedule(*, {''.join(f'{each}, ' for each in sorted(asked | others))}**others):"
     says = f'    """The schedule for a problem, an element of {table}; `others` are facts that do not matter."""'
     if needs:

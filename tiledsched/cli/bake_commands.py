@@ -66,6 +66,7 @@ def bake(
     """
     from tiledsched.bake.baking import Baking, mean_of
     from tiledsched.bake.choices import choices
+    from tiledsched.bake.patch import Patch
 
     if output and not output.endswith((".py", *PATCHES)):
         raise ConfigError(f"-o {output}: name a file that ends in .py for a module, or in .patch for a patch")
@@ -74,9 +75,12 @@ def bake(
     cases = choices(kernel, run.archs(arch), wanted, run.settings(), losses=max_leaves is not None)
     baking = Baking(kernel, cases, f"tiledsched {shlex.join(again)}", max_leaves)
     whole = (output or ".py").endswith(".py") and not (check and not output)
-    path, before, after = (Path(output or os.devnull), "", baking.source()) if whole else baking.patched()
-    if whole and path.is_file():
-        before = path.read_text(encoding="utf-8")
+    if whole:
+        path, after = Path(output or os.devnull), baking.source()
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    else:
+        patch = Patch(baking)
+        path, before, after = patch.path, patch.before, patch.after
     name = os.path.relpath(path)
     parts = [text.splitlines(keepends=True) for text in (before, after)]
     diff = "".join(difflib.unified_diff(*parts, f"a/{name}", f"b/{name}"))
