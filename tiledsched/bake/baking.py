@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 import numpy
 
 from tiledsched.bake.choices import Case
-from tiledsched.bake.text import names_in, source
+from tiledsched.bake.text import left_open, names_in, source
 from tiledsched.bake.tree import NEVER, Tree, grow
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.space_files import space_for
@@ -64,32 +66,33 @@ class Baking:
         )
 
     @functools.cached_property
-    def _needs(self) -> tuple[list[str], int]:
-        """What schedules need of other problems: conditions that can be asked anywhere, and the number of those that cannot."""
-        asked, unasked, fields = set(), set(), set().union(*self.names)
-        for space in (space_for(arch, self.kernel) for arch in self.archs):
+    def needs(self) -> dict[str, set[int]]:
+        """What schedules need of a problem: a condition, and the numbers of the schedules that need it."""
+        found: dict[str, set[int]] = {}
+        for leaf, arch in itertools.product(self.tree.leaves(), self.archs):
+            space, schedule = space_for(arch, self.kernel), self.schedules[leaf.best]
             for each in space.needed:
-                beside = each.names - space.knobs.keys() - space.limits.keys()
-                text = re.sub(
-                    "|".join(rf"\b{name}\b" for name in space.limits) or "$^",
-                    lambda found, of=space: str(of.limits[found[0]]),
-                    each.require,
-                )
-                if beside:
-                    (asked if beside <= fields else unasked).add(text)
-        return sorted(asked), len(unasked)
+                left = left_open(ast.parse(each.require, mode="eval").body, {**space.limits, **schedule})
+                if left is not True:
+                    found.setdefault(str(left), set()).add(leaf.best)
+        return found
+
+    @property
+    def _checked(self) -> list[str]:
+        """The conditions that are over what a launch knows of a problem."""
+        return sorted(each for each in self.needs if names_in(each) <= names_in(*self.names[0]))
 
     @property
     def asked(self) -> set[str]:
         """What the baked function needs to know of a problem."""
-        return names_in(*(each.question for each in self.tree.nodes()), *self._needs[0]) - self.schedules[0].keys()
+        return names_in(*(each.question for each in self.tree.nodes()), *self._checked)
 
     def source(self, form: str = "dict", hints: str = "") -> str:
         """The source by itself; see :func:`tiledsched.bake.text.source`."""
         entries = [each.served.entry for each in self.cases if each.served.entry and each.served.entry.measurement]
         days = sorted(f"{each.measurement.created_at:%Y-%m-%d}" for each in entries if each.measurement)
         where = {f"{each.device_name} ({each.arch}), tileiras {each.compiler}, {each.regime}" for each in entries}
-        first, (needs, unasked) = self.names[0], self._needs
+        first, unasked = self.names[0], len(self.needs) - len(self._checked)
         same = [f"{name}={first[name]}" for name in first if len({each.get(name) for each in self.names}) == 1]
         comment = [
             self._command,
@@ -102,7 +105,8 @@ class Baking:
             * bool(unasked),
             "Do not edit this: run the command again. With --check it says whether this is what the table says today.",
         ]
-        return source(self.name, self.tree, self.schedules, needs, comment, form, hints)
+        needs = {each: self.needs[each] for each in self._checked}
+        return source(self.name, self.tree, self.schedules, needs, names_in(*self.names[0]), comment, form, hints)
 
 
 def mean_of(shares: Sequence[float]) -> float:

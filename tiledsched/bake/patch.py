@@ -30,15 +30,16 @@ class Patch:
 
     Args:
         baking: what is baked.
+        word: how the kernel was named, which may tell its file.
 
     Raises:
         ConfigError: no file defines the one tile function of the kernel, it has no place that could use what is baked, or one
             that cannot be edited.
     """
 
-    def __init__(self, baking: Baking) -> None:
+    def __init__(self, baking: Baking, word: str = "") -> None:
         self._baking, self._chooser = baking, f"{baking.name}_schedule"
-        self.path, self._function = _place(baking)
+        self.path, self._function = _place(baking, word)
         self.before = self.path.read_text(encoding="utf-8")
         """What the file holds."""
         self._data, self._tree = self.before.encode(), ast.parse(self.before)
@@ -202,11 +203,14 @@ class Patch:
         return f"{self._chooser}({', '.join(f'{name}={known[name]}' for name in dict.fromkeys((*sizes, *sorted(self._baking.asked))))})"
 
 
-def _place(baking: Baking) -> tuple[Path, str]:
+def _place(baking: Baking, word: str) -> tuple[Path, str]:
     """The file and the name of the kernel's only tile function."""
     module, _, name = baking.kernel.name.rpartition(":")
     if baking.kernel.is_called:
-        places = [Path(each, *module.split(".")).with_suffix(".py") for each in ("", *sys.path)]
+        places = [
+            Path(word.rpartition(":")[0]),
+            *(Path(each, *module.split(".")).with_suffix(".py") for each in ("", *sys.path)),
+        ]
         path = next((each for each in places if each.is_file()), None)
         if path is None:
             raise ConfigError(f"{module} is neither here nor where Python looks for modules; run this in its folder")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tiledsched.bake.tree import Tree
@@ -22,7 +23,8 @@ def source(
     name: str,
     tree: Tree,
     schedules: Sequence[Schedule],
-    needs: Sequence[str],
+    needs: Mapping[str, Collection[int]],
+    facts: Collection[str],
     comment: Sequence[str],
     form: str = "dict",
     hints: str = "",
@@ -33,7 +35,8 @@ def source(
         name: what its names begin with: the function is `NAME_schedule`.
         tree: its leaves are numbers of schedules.
         schedules: all schedules.
-        needs: conditions on knobs and the problem without which a schedule does not run.
+        needs: conditions on the problem, and the numbers of the schedules that do not run without them.
+        facts: all that is known of a problem, also what does not matter: the function takes it.
         comment: what the source says of itself.
         form: what a schedule is, dict or SimpleNamespace.
         hints: an expression for the cuTile kernel of a schedule, which is called `each`; empty for none.
@@ -48,7 +51,7 @@ def source(
     table, row = f"_{name.upper().lstrip('_')}", f"dict(zip({tuple(varying)!r}, row){same})"
     numbers = {each: str(place) for place, each in enumerate(used)}
     asked = names_in(*(each.question for each in tree.nodes()))
-    others = names_in(*needs) - knobs.keys()
+    read = sorted(asked | names_in(*needs))
     lines = [f"{BEGIN} {name}_schedule ---"]
     for each in comment:
         lines += textwrap.wrap(each, WIDTH, initial_indent="# ", subsequent_indent="# ")
@@ -56,16 +59,24 @@ def source(
     lines += _wrapped(f"{table} = [{row if form == 'dict' else f'{form}(**{row})'} for row in [")
     lines += [*_wrapped(rows, "    "), "]]"]
     lines += [f"for each in {table}:", *_wrapped(f"    each['kernel'] = {hints}")] if hints else []
-    head = f"def {name}_schedule(*, {''.join(f'{each}, ' for each in sorted(asked | others))}**others):"
-    says = f'    """The schedule for a problem, an element of {table}; `others` are facts that do not matter."""'
+    taken = [*read, *(f"{each}=None" for each in sorted(facts - {*read}))]
+    head = [
+        *_wrapped(f"def {name}_schedule(*, {', '.join(taken)}):"),
+        f'    """The schedule for a problem, an element of {table}."""',
+    ]
     if needs:
         number = f"_{name.lstrip('_')}_number({', '.join(sorted(asked))})"
-        lines += ["", "", f"def {number}:", *_returns(tree, numbers, "{}"), "", "", head, says]
-        met = " and ".join(f"({_reading(each, knobs)})" for each in needs)
-        lines += [f"    schedule = {table}[{number}]", *_wrapped(f"    if not ({met}):")]
-        lines += [f"        raise ValueError({UNFIT!r})", "    return schedule"]
+        lines += ["", "", f"def {number}:", *_returns(tree, numbers, "{}"), "", "", *head]
+        lines.append(f"    number = {number}")
+        unmet = []
+        for condition, of in needs.items():
+            places = sorted(int(numbers[each]) for each in of)
+            some = f"number in {{{', '.join(map(str, places))}}} and " if len(places) < len(used) else ""
+            unmet.append(f"{some}not ({condition})")
+        lines += [*_wrapped(f"    if ({' or '.join(unmet)}):"), f"        raise ValueError({UNFIT!r})"]
+        lines.append(f"    return {table}[number]")
     else:
-        lines += ["", "", head, says, *_returns(tree, numbers, f"{table}[{{}}]")]
+        lines += ["", "", *head, *_returns(tree, numbers, f"{table}[{{}}]")]
     return "\n".join([*lines, "# fmt: on", END, ""])
 
 
@@ -83,19 +94,32 @@ def _value(value: Any) -> Any:
         return value
 
 
-def _reading(text: str, knobs: Mapping[str, Any]) -> str:
-    """A condition that reads knobs from a schedule."""
-    tree = ast.parse(text, mode="eval")
-    for each in ast.walk(tree):
-        if isinstance(each, ast.Name) and each.id in knobs:
-            each.id = f"schedule['{each.id}']"
-    return ast.unparse(tree)
+def left_open(node: ast.expr, known: Mapping[str, Any]) -> str | bool:
+    """Whether a condition holds, given the values of some names; what is left of it where that depends on others."""
+    if isinstance(node, ast.BoolOp):
+        parts = [left_open(each, known) for each in node.values]
+        decided = isinstance(node.op, ast.Or)
+        asked = [each for each in parts if isinstance(each, str)]
+        if decided in parts or not asked:
+            return decided if decided in parts else not decided
+        apart = [f"({each})" if each.count(" ") > 2 and asked[1:] else each for each in asked]
+        return (" or " if decided else " and ").join(apart)
+    text = ast.unparse(node)
+    if names_in(text) <= known.keys():
+        return bool(eval(text, {"__builtins__": {}}, dict(known)))  # noqa: S307  # of a space, which checked it
+    words = rf"\b({'|'.join(map(re.escape, known))})\b(?![\"'])"
+    return re.sub(words, lambda found: repr(known[found[0]]), text)
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
     """Text in lines, broken at its spaces; a null stands for a space that is not broken."""
     lines = textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent="        "[: 4 + len(indent)], break_on_hyphens=False
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent="        "[: 4 + len(indent)],
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return [line.replace("\0", " ") for line in lines]
 

@@ -70,16 +70,20 @@ def bake(
 
     if output and not output.endswith((".py", *PATCHES)):
         raise ConfigError(f"-o {output}: name a file that ends in .py for a module, or in .patch for a patch")
+    archs = run.archs(arch)
     wanted = named_problems(kernel, problem, suite) if problem or suite else []
-    again = [word for word in run.words if word != "--check"]
-    cases = choices(kernel, run.archs(arch), wanted, run.settings(), losses=max_leaves is not None)
-    baking = Baking(kernel, cases, f"tiledsched {shlex.join(again)}", max_leaves)
+    chosen = {"-p": problem, "--suite": [suite], "--arch": [",".join(archs)], "--max-leaves": [max_leaves]}
+    words = [
+        str(word) for flag, values in chosen.items() for each in values if each is not None for word in (flag, each)
+    ]
+    cases = choices(kernel, archs, wanted, run.settings(), losses=max_leaves is not None)
+    baking = Baking(kernel, cases, f"tiledsched bake {shlex.join([run.kernel_word, *words])}", max_leaves)
     whole = (output or ".py").endswith(".py") and not (check and not output)
     if whole:
         path, after = Path(output or os.devnull), baking.source()
         before = path.read_text(encoding="utf-8") if path.is_file() else ""
     else:
-        patch = Patch(baking)
+        patch = Patch(baking, run.kernel_word)
         path, before, after = patch.path, patch.before, patch.after
     name = os.path.relpath(path)
     parts = [text.splitlines(keepends=True) for text in (before, after)]
