@@ -34,6 +34,8 @@ class Baking:
         self.archs = sorted({each.arch for each in cases})
         self.names = [each.names(with_arch=len(self.archs) > 1) for each in cases]
         """By an expression, what is known of each problem before a launch."""
+        self.facts = names_in(*self.names[0])
+        """The variables of these expressions."""
         served = {each.served.schedule for each in cases}
         self.schedules = sorted(
             served.union(*(each.losses for each in cases if not self._exact)), key=lambda each: each.id
@@ -42,7 +44,7 @@ class Baking:
         lost = [[max(0.0, each.losses.get(one, NEVER)) for one in self.schedules] for each in cases]
         self.tree: Tree = grow(self.names, numpy.array(chosen if self._exact else lost), max_leaves)
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kernel.name.rpartition(":")[2])
-        self.name = re.sub(r"\W", "_", words).lower()
+        self.name = re.sub(r"\W", "_", words).lower().strip("_")
         """What the names of the source begin with."""
 
     def losses(self, leaf: Tree) -> list[float]:
@@ -66,47 +68,52 @@ class Baking:
         )
 
     @functools.cached_property
-    def needs(self) -> dict[str, set[int]]:
+    def _needs(self) -> dict[str, set[int]]:
         """What schedules need of a problem: a condition, and the numbers of the schedules that need it."""
         found: dict[str, set[int]] = {}
         for leaf, arch in itertools.product(self.tree.leaves(), self.archs):
-            space, schedule = space_for(arch, self.kernel), self.schedules[leaf.best]
+            space = space_for(arch, self.kernel)
             for each in space.needed:
-                left = left_open(ast.parse(each.require, mode="eval").body, {**space.limits, **schedule})
+                known = {**space.limits, **self.schedules[leaf.best]}
+                left = left_open(ast.parse(each.require, mode="eval").body, known)
                 if left is not True:
                     found.setdefault(str(left), set()).add(leaf.best)
         return found
 
-    @property
-    def _checked(self) -> list[str]:
-        """The conditions that are over what a launch knows of a problem."""
-        return sorted(each for each in self.needs if names_in(each) <= names_in(*self.names[0]))
+    @functools.cached_property
+    def checked(self) -> dict[str, set[int]]:
+        """Those of the conditions that a launch can check."""
+        return {text: of for text, of in self._needs.items() if names_in(text) <= self.facts}
 
     @property
     def asked(self) -> set[str]:
-        """What the baked function needs to know of a problem."""
-        return names_in(*(each.question for each in self.tree.nodes()), *self._checked)
+        """The facts of a problem on which the choice depends."""
+        return names_in(*(each.question for each in self.tree.nodes()), *self.checked)
 
-    def source(self, form: str = "dict", hints: str = "") -> str:
+    def source(self, kernel: str = "") -> str:
         """The source by itself; see :func:`tiledsched.bake.text.source`."""
         entries = [each.served.entry for each in self.cases if each.served.entry and each.served.entry.measurement]
         days = sorted(f"{each.measurement.created_at:%Y-%m-%d}" for each in entries if each.measurement)
         where = {f"{each.device_name} ({each.arch}), tileiras {each.compiler}, {each.regime}" for each in entries}
-        first, unasked = self.names[0], len(self.needs) - len(self._checked)
-        same = [f"{name}={first[name]}" for name in first if len({each.get(name) for each in self.names}) == 1]
+        same = [
+            f"{name}={value}"
+            for name, value in self.names[0].items()
+            if all(each.get(name) == value for each in self.names)
+        ]
+        unchecked = len(self._needs) - len(self.checked)
         comment = [
             self._command,
-            f"Measured on {joined(sorted(where))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+            f"Measured on {joined(sorted(where))}, {' to '.join(sorted({*days[:1], *days[-1:]}))}."
             if days
             else "Nothing was measured.",
             f"{self.said}.",
-            f"All of these problems have {joined(same)}." * bool(same),
-            f"Whether a schedule runs other problems is not checked by {plural(unasked, 'constraint')} of the kernel."
-            * bool(unasked),
+            f"All of these problems have {joined(same)}." if same else "",
+            f"For other problems {plural(unchecked, 'condition')} of the kernel cannot be checked here."
+            if unchecked
+            else "",
             "Do not edit this: run the command again. With --check it says whether this is what the table says today.",
         ]
-        needs = {each: self.needs[each] for each in self._checked}
-        return source(self.name, self.tree, self.schedules, needs, names_in(*self.names[0]), comment, form, hints)
+        return source(self.name, self.tree, self.schedules, self.checked, self.facts, comment, kernel)
 
 
 def mean_of(shares: Sequence[float]) -> float:

@@ -15,8 +15,17 @@ WIDTH = 116
 """Columns of the source."""
 BEGIN, END = "# --- baked by tiledsched:", "# --- end of what tiledsched baked ---"
 """How the first and the last line of baked source begin."""
+HEAD = """\
+{begin} {name}_schedule ---
+{comment}
+# fmt: off
+class _Schedule(dict):  # knobs are keys and attributes; where a search stood, this is its result, too
+    __getattr__, mean_us = dict.__getitem__, float('nan')
+    best, config = property(lambda self: self), property(lambda self: self.get('config', self))
+
+
+"""
 UNFIT = "no schedule that was baked runs this problem; tune it, and bake again"
-"""What is said of a problem that breaks a constraint of the schedule to which the tree leads."""
 
 
 def source(
@@ -26,8 +35,7 @@ def source(
     needs: Mapping[str, Collection[int]],
     facts: Collection[str],
     comment: Sequence[str],
-    form: str = "dict",
-    hints: str = "",
+    kernel: str = "",
 ) -> str:
     """Source that needs no tiledsched, from :data:`BEGIN` to :data:`END`.
 
@@ -38,46 +46,29 @@ def source(
         needs: conditions on the problem, and the numbers of the schedules that do not run without them.
         facts: all that is known of a problem, also what does not matter: the function takes it.
         comment: what the source says of itself.
-        form: what a schedule is, dict or SimpleNamespace.
-        hints: an expression for the cuTile kernel of a schedule, which is called `each`; empty for none.
+        kernel: an expression for the cuTile kernel of a schedule, which is called `each`; empty for none.
     """
     used = list(dict.fromkeys(leaf.best for leaf in tree.leaves()))
     knobs = {knob: [_value(schedules[each][knob]) for each in used] for knob in schedules[used[0]]}
     varying = [knob for knob, values in knobs.items() if len(set(map(repr, values))) > 1]
     same = "".join(f", {knob}={values[0]!r}" for knob, values in knobs.items() if knob not in varying)
-    rows = "".join(
-        f"{tuple(knobs[knob][place] for knob in varying)!r},".replace(" ", "\0") + " " for place in range(len(used))
-    )
-    table, row = f"_{name.upper().lstrip('_')}", f"dict(zip({tuple(varying)!r}, row){same})"
-    numbers = {each: str(place) for place, each in enumerate(used)}
-    asked = names_in(*(each.question for each in tree.nodes()))
-    read = sorted(asked | names_in(*needs))
-    lines = [f"{BEGIN} {name}_schedule ---"]
-    for each in comment:
-        lines += textwrap.wrap(each, WIDTH, initial_indent="# ", subsequent_indent="# ")
-    lines += ["# fmt: off"]
-    lines += _wrapped(f"{table} = [{row if form == 'dict' else f'{form}(**{row})'} for row in [")
-    lines += [*_wrapped(rows, "    "), "]]"]
-    lines += [f"for each in {table}:", *_wrapped(f"    each['kernel'] = {hints}")] if hints else []
-    taken = [*read, *(f"{each}=None" for each in sorted(facts - {*read}))]
-    head = [
-        *_wrapped(f"def {name}_schedule(*, {', '.join(taken)}):"),
-        f'    """The schedule for a problem, an element of {table}."""',
-    ]
-    if needs:
-        number = f"_{name.lstrip('_')}_number({', '.join(sorted(asked))})"
-        lines += ["", "", f"def {number}:", *_returns(tree, numbers, "{}"), "", "", *head]
-        lines.append(f"    number = {number}")
-        unmet = []
-        for condition, of in needs.items():
-            places = sorted(int(numbers[each]) for each in of)
-            some = f"number in {{{', '.join(map(str, places))}}} and " if len(places) < len(used) else ""
-            unmet.append(f"{some}not ({condition})")
+    rows = [repr(tuple(knobs[knob][place] for knob in varying)).replace(" ", "\0") for place in range(len(used))]
+    table, numbers = f"_{name.upper()}", {each: place for place, each in enumerate(used)}
+    asked, checked = names_in(*(each.question for each in tree.nodes())), names_in(*needs)
+    taken = sorted(f"{each}=None" if each not in asked | checked else each for each in facts)
+    taken.sort(key=lambda each: each.endswith("=None"))
+    number = f"_{name}_number({', '.join(sorted(asked))})"
+    lines = _wrapped(f"{table} = [_Schedule(zip({tuple(varying)!r}, row){same}) for row in [")
+    lines += [*_wrapped(f"    {', '.join(rows)},"), "]]"]
+    lines += [f"for each in {table}:", *_wrapped(f"    each.update(kernel={kernel})")] if kernel else []
+    lines += ["", "", f"def {number}:", *_returns(tree, numbers), "", ""]
+    lines += [*_wrapped(f"def {name}_schedule(*, {', '.join(taken)}):"), f"    number = {number}"]
+    unmet = [f"number in {sorted(numbers[each] for each in of)} and not ({text})" for text, of in sorted(needs.items())]
+    if unmet:
         lines += [*_wrapped(f"    if ({' or '.join(unmet)}):"), f"        raise ValueError({UNFIT!r})"]
-        lines.append(f"    return {table}[number]")
-    else:
-        lines += ["", "", *head, *_returns(tree, numbers, f"{table}[{{}}]")]
-    return "\n".join([*lines, "# fmt: on", END, ""])
+    comments = [textwrap.fill(each, WIDTH, initial_indent="# ", subsequent_indent="# ") for each in comment if each]
+    head = HEAD.format(begin=BEGIN, name=name, comment="\n".join(comments))
+    return head + "\n".join([*lines, f"    return {table}[number]", "# fmt: on", END, ""])
 
 
 def names_in(*texts: str) -> set[str]:
@@ -97,46 +88,39 @@ def _value(value: Any) -> Any:
 def left_open(node: ast.expr, known: Mapping[str, Any]) -> str | bool:
     """Whether a condition holds, given the values of some names; what is left of it where that depends on others."""
     if isinstance(node, ast.BoolOp):
-        parts = [left_open(each, known) for each in node.values]
-        decided = isinstance(node.op, ast.Or)
+        parts, decided = [left_open(each, known) for each in node.values], isinstance(node.op, ast.Or)
         asked = [each for each in parts if isinstance(each, str)]
         if decided in parts or not asked:
             return decided if decided in parts else not decided
-        apart = [f"({each})" if each.count(" ") > 2 and asked[1:] else each for each in asked]
-        return (" or " if decided else " and ").join(apart)
+        return (" or " if decided else " and ").join(f"({each})" if each.count(" ") > 2 else each for each in asked)
     text = ast.unparse(node)
     if names_in(text) <= known.keys():
-        return bool(eval(text, {"__builtins__": {}}, dict(known)))  # noqa: S307  # of a space, which checked it
+        return bool(eval(text, {"__builtins__": {}}, dict(known)))  # an expression of a space, which checked it
     words = rf"\b({'|'.join(map(re.escape, known))})\b(?![\"'])"
     return re.sub(words, lambda found: repr(known[found[0]]), text)
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
+def _wrapped(text: str) -> list[str]:
     """Text in lines, broken at its spaces; a null stands for a space that is not broken."""
-    lines = textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent="        "[: 4 + len(indent)],
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    first = " " * (len(text) - len(text.lstrip(" ")))
+    keep = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(text[len(first) :], WIDTH, initial_indent=first, subsequent_indent=f"    {first}", **keep)
     return [line.replace("\0", " ") for line in lines]
 
 
-def _returns(tree: Tree, numbers: Mapping[int, str], form: str, depth: int = 1) -> Iterator[str]:
-    """The lines that return the number of a tree's schedule in a form, in one line what fits in one."""
-    line = f"{'    ' * depth}return {form.format(_inline(tree, numbers))}"
+def _returns(tree: Tree, numbers: Mapping[int, int], depth: int = 1) -> Iterator[str]:
+    """The lines that return the number of a tree's schedule: in one line what fits in one."""
+    line = f"{'    ' * depth}return {_inline(tree, numbers)}"
     if len(line) <= WIDTH or not tree.sides:
         yield line
         return
     yield f"{'    ' * depth}if {tree.question}:"
-    yield from _returns(tree.sides[0], numbers, form, depth + 1)
-    yield from _returns(tree.sides[1], numbers, form, depth)
+    yield from _returns(tree.sides[0], numbers, depth + 1)
+    yield from _returns(tree.sides[1], numbers, depth)
 
 
-def _inline(tree: Tree, numbers: Mapping[int, str]) -> str:
+def _inline(tree: Tree, numbers: Mapping[int, int]) -> str:
     if not tree.sides:
-        return numbers[tree.best]
+        return str(numbers[tree.best])
     yes, no = (_inline(side, numbers) for side in tree.sides)
     return f"{f'({yes})' if tree.sides[0].sides else yes} if {tree.question} else {no}"

@@ -114,7 +114,7 @@ def nearby(
     spec: ArchSpec,
     parameters: TransferParameters = NEAR_KIND,
 ) -> Nearby | None:
-    """What entries say about schedules for a problem; None where there is no entry. The arguments are those of :func:`transfer`."""
+    """What entries say about schedules for a problem; None where there is none. The arguments are those of :func:`transfer`."""
     distance = problem.declaration.similarity.distance
     near = sorted(
         ((distance(entry.problem, problem), entry) for entry in entries),
