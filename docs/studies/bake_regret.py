@@ -118,14 +118,14 @@ def chosen(name: str, arch: str, count: int, seed: int) -> tuple[list[Drawn], li
     for leaves in LEAVES:
         baking = Baking(kernel, cases, "docs.studies.bake_regret", leaves)
         text, namespace = baking.source(), {}
-        exec(text, namespace)  # noqa: S102  # which was made here
+        exec(text, namespace)  # which was made here
         function = functions[name_of(leaves)] = namespace[f"{baking.name}_schedule"]
         facts = [case.names(with_arch=False) for case in cases]
         kept = sum(function(**each) == dict(case.served.schedule) for each, case in zip(facts, cases, strict=True))
         us = max(min(timeit.repeat(lambda f=function, e=each: f(**e), number=2000, repeat=3)) * 500 for each in facts)
         said.append(
-            f"{name}, {name_of(leaves)}: {baking.said}; {len(text.splitlines())} lines; chooses what the table chooses in {kept} of "
-            f"{len(cases)}; at most {us:.2f} us a call"
+            f"{name}, {name_of(leaves)}: {baking.said}; {len(text.splitlines())} lines; chooses what the table chooses in "
+            f"{kept} of {len(cases)}; at most {us:.2f} us a call"
         )
     table, drawn = load_table(settings, kernel=kernel, archs={arch}), dict[Problem, Drawn]()
     for _ in range(100 * count):
@@ -239,7 +239,7 @@ def main() -> None:
             for each in running.values():
                 next(each)
             began, left = time.monotonic(), dict(running)
-            print(f"everything is built", flush=True)
+            print("everything is built", flush=True)
             # A runner serves one kernel at a time, and changing it takes a second: sets take turns in shares of the time.
             for number, (name, each) in enumerate(running.items(), 1):
                 until = began + asked.seconds * number / len(running)

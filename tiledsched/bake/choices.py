@@ -21,11 +21,12 @@ from tiledsched.serve.entries import load_entries, load_table
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import timed_alike
 from tiledsched.store.location import database_exists
+from tiledsched.store.records import StoredMeasurement
 
 MOST_CANDIDATES = 64
-"""Schedules that may become leaves where leaves are few: those that win or tie on the most problems."""
-NEAR_TIE = 0.01
-"""The loss at which a schedule counts half as much for that as a winner."""
+"""Schedules that may become leaves where leaves are few: those that are chosen, or lose little, on the most problems."""
+NEAR_BEST = 0.01
+"""So much is little."""
 ARRAY = re.compile(r"(\w+)\[([\dx]+)[^\]]*\]")
 """An array among the values of a remembered search: its type, its sizes, and maybe strides."""
 
@@ -75,68 +76,66 @@ def choices(
     """
     found: list[Case] = []
     for arch in archs:
-        entries = load_entries(settings, {arch}, kernel)
-        mine = {each.problem for each in entries if each.arch == arch and each.provenance in MEASURED_PROVENANCES}
-        wanted = list(problems) or sorted(mine)
-        if not wanted:
+        entries, table = load_entries(settings, {arch}, kernel), load_table(settings, kernel=kernel, archs={arch})
+        measured = {each.problem for each in entries if each.arch == arch and each.provenance in MEASURED_PROVENANCES}
+        served = {problem: table.resolve(problem, arch) for problem in problems or sorted(measured)}
+        if not served:
             raise ConfigError(
                 f"nothing was measured of {kernel.name} on {arch}; tune it first, or name problems with -p or --suite"
             )
-        table = load_table(settings, kernel=kernel, archs={arch})
-        served = {problem: table.resolve(problem, arch) for problem in wanted}
-        with (
-            TuningDB.open(settings.db, read_only=True)
-            if database_exists(settings.db)
-            else TuningDB.open(":memory:") as db
-        ):
-            shipped = WithShipped(db, kernel, arch, entries, set(wanted))
-            timed = _timed(kernel, arch, served, shipped) if losses else {}
-        known = {problem: _known(problem, served[problem], timed.get(problem, {})) for problem in wanted}
-        most = Counter[Schedule]()
-        for each in known.values():
-            most.update({schedule: 2 ** (-loss / NEAR_TIE) for schedule, loss in each.items()})  # type: ignore[dict-item]
-        candidates = sorted(most, key=lambda each: (-most[each], each.id))[:MOST_CANDIDATES] if losses else []
-        for problem in wanted:
-            near, space = table.nearby(problem, arch) if losses else None, space_for(arch, kernel)
-            chosen = served[problem].schedule
-            base = near.mean_loss(chosen) if near and not served[problem].is_own else 0.0
-            estimated = {
-                each: max(0.0, near.mean_loss(each) - base)
-                for each in (candidates if near else ())
-                if not space.unworkable(each, problem)
-            }
-            lost = {**estimated, **known[problem]}
-            measured = frozenset(known[problem]) if served[problem].is_own else frozenset()
-            found.append(Case(problem=problem, arch=arch, served=served[problem], losses=lost, measured=measured))
+        space, known = space_for(arch, kernel), {problem: _of_entry(problem, each) for problem, each in served.items()}
+        there = database_exists(settings.db)
+        if losses:
+            with TuningDB.open(settings.db, read_only=True) if there else TuningDB.open(":memory:") as db:
+                _add_times(
+                    known,
+                    served,
+                    WithShipped(db, kernel, arch, entries, set(served)).measurements_by_problem(arch, kernel),
+                )
+        near_best = (one for mine in known.values() for one, loss in mine.items() if loss < NEAR_BEST)
+        most = Counter(near_best).most_common(MOST_CANDIDATES)
+        for problem, each in served.items():
+            near = table.nearby(problem, arch) if losses else None
+            base = near.mean_loss(each.schedule) if near and not each.is_own else 0.0
+            able = [one for one, _ in most if near and not space.unworkable(one, problem)]
+            estimated = {one: max(0.0, near.mean_loss(one) - base) for one in able if near}
+            mine = known[problem]
+            case = Case(
+                problem=problem,
+                arch=arch,
+                served=each,
+                losses={**estimated, **mine},
+                measured=frozenset(mine if each.is_own else ()),
+            )
+            found.append(case)
     return found
 
 
-def _known(problem: Problem, served: Served, timed: Mapping[Schedule, float]) -> dict[Schedule, float]:
-    """What is known of schedules for a problem: by the measurements beside that of the choice, and by its entry."""
-    chosen, entry = served.schedule, served.entry
-    found = {chosen: 0.0}
-    if served.is_own and entry is not None and entry.problem == problem and entry.schedule == chosen:
-        found = {each: 0.0 for each in (chosen, *entry.ties)}
+def _of_entry(problem: Problem, served: Served) -> dict[Schedule, float]:
+    """What is known of schedules beside the choice by its entry."""
+    entry, found = served.entry, {served.schedule: 0.0}
+    if entry is not None and (entry.problem, entry.schedule) == (problem, served.schedule):
+        found |= dict.fromkeys(entry.ties, 0.0)
         if entry.runner_up is not None:
             found.setdefault(entry.runner_up, math.log1p(max(0.0, entry.margin or 0.0)))
-        if chosen in timed:
-            found |= {each: math.log(us / timed[chosen]) for each, us in timed.items()}
     return found
 
 
-def _timed(
-    kernel: KernelClass, arch: str, served: Mapping[Problem, Served], db: WithShipped
-) -> dict[Problem, dict[Schedule, float]]:
-    """The times in microseconds that were measured like that of each choice: on the same GPU, by its compiler and regime."""
-    found: dict[Problem, dict[Schedule, float]] = {}
-    for problem, rows in db.measurements_by_problem(arch, kernel):
+def _add_times(
+    known: Mapping[Problem, dict[Schedule, float]],
+    served: Mapping[Problem, Served],
+    measured: Iterable[tuple[Problem, Sequence[StoredMeasurement]]],
+) -> None:
+    """Add the schedules that were timed as the choice for a problem was: on the same GPU, by its compiler and regime."""
+    for problem, rows in measured:
         entry = served[problem].entry if problem in served else None
-        for row in timed_alike(rows) if entry is not None else ():
-            taken = row.measurement
-            if (taken.device.name, taken.regime, row.toolchain.tileiras) == (
-                entry.device_name,
-                entry.regime,
-                entry.compiler,
-            ):
-                found.setdefault(problem, {}).setdefault(taken.schedule, taken.median_us)
-    return found
+        if entry is not None and entry.problem == problem:
+            where = (entry.device_name, entry.regime, entry.compiler)
+            like = [
+                each
+                for each in timed_alike(rows)
+                if (each.measurement.device.name, each.measurement.regime, each.toolchain.tileiras) == where
+            ]
+            times = {each.measurement.schedule: each.measurement.median_us for each in reversed(like)}
+            chosen = times.get(served[problem].schedule)
+            known[problem].update({each: math.log(us / chosen) for each, us in times.items()} if chosen else {})

@@ -152,7 +152,7 @@ class Patch:
         if missing:
             raise self._error(
                 call,
-                f"the choice depends on {joined(missing)}, which nothing here tells; name problems that have it in common, with -p",
+                f"the choice depends on {joined(missing)}, which nothing here tells; name problems that share it, with -p",
             )
         told = [f"{name}={known[name]}" for name in sorted(self._baking.facts & known.keys())]
         return f"{self._chooser}({', '.join(told)})"

@@ -13,6 +13,8 @@ from tiledsched.core.schedule import Schedule
 
 WIDTH = 116
 """Columns of the source."""
+MOST_LINES = 2
+"""Lines of a conditional expression; larger trees are statements."""
 BEGIN, END = "# --- baked by tiledsched:", "# --- end of what tiledsched baked ---"
 """How the first and the last line of baked source begin."""
 HEAD = """\
@@ -52,14 +54,13 @@ def source(
     knobs = {knob: [_value(schedules[each][knob]) for each in used] for knob in schedules[used[0]]}
     varying = [knob for knob, values in knobs.items() if len(set(map(repr, values))) > 1]
     same = "".join(f", {knob}={values[0]!r}" for knob, values in knobs.items() if knob not in varying)
-    rows = [repr(tuple(knobs[knob][place] for knob in varying)).replace(" ", "\0") for place in range(len(used))]
+    rows = [repr(tuple(knobs[knob][place] for knob in varying)).replace(" ", "") for place in range(len(used))]
     table, numbers = f"_{name.upper()}", {each: place for place, each in enumerate(used)}
     asked, checked = names_in(*(each.question for each in tree.nodes())), names_in(*needs)
     taken = sorted(f"{each}=None" if each not in asked | checked else each for each in facts)
     taken.sort(key=lambda each: each.endswith("=None"))
     number = f"_{name}_number({', '.join(sorted(asked))})"
-    lines = _wrapped(f"{table} = [_Schedule(zip({tuple(varying)!r}, row){same}) for row in [")
-    lines += [*_wrapped(f"    {', '.join(rows)},"), "]]"]
+    lines = _wrapped(f"{table} = [_Schedule(zip({tuple(varying)!r}, row){same}) for row in [{', '.join(rows)}]]")
     lines += [f"for each in {table}:", *_wrapped(f"    each.update(kernel={kernel})")] if kernel else []
     lines += ["", "", f"def {number}:", *_returns(tree, numbers), "", ""]
     lines += [*_wrapped(f"def {name}_schedule(*, {', '.join(taken)}):"), f"    number = {number}"]
@@ -103,16 +104,17 @@ def left_open(node: ast.expr, known: Mapping[str, Any]) -> str | bool:
 def _wrapped(text: str) -> list[str]:
     """Text in lines, broken at its spaces; a null stands for a space that is not broken."""
     first = " " * (len(text) - len(text.lstrip(" ")))
-    keep = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(text[len(first) :], WIDTH, initial_indent=first, subsequent_indent=f"    {first}", **keep)
+    whole = textwrap.TextWrapper(WIDTH, first, f"    {first}", break_long_words=False, break_on_hyphens=False)
+    lines = whole.wrap(text[len(first) :])
     return [line.replace("\0", " ") for line in lines]
 
 
 def _returns(tree: Tree, numbers: Mapping[int, int], depth: int = 1) -> Iterator[str]:
     """The lines that return the number of a tree's schedule: in one line what fits in one."""
-    line = f"{'    ' * depth}return {_inline(tree, numbers)}"
-    if len(line) <= WIDTH or not tree.sides:
-        yield line
+    indent, found = "    " * depth, _inline(tree, numbers)
+    lines = _wrapped(f"{indent}return {found if len(found) + len(indent) < WIDTH - 8 else f'({found})'}")
+    if len(lines) <= MOST_LINES or not tree.sides:
+        yield from lines
         return
     yield f"{'    ' * depth}if {tree.question}:"
     yield from _returns(tree.sides[0], numbers, depth + 1)
@@ -123,4 +125,5 @@ def _inline(tree: Tree, numbers: Mapping[int, int]) -> str:
     if not tree.sides:
         return str(numbers[tree.best])
     yes, no = (_inline(side, numbers) for side in tree.sides)
-    return f"{f'({yes})' if tree.sides[0].sides else yes} if {tree.question} else {no}"
+    question = tree.question.replace(" ", "\0")
+    return f"{f'({yes})' if tree.sides[0].sides else yes} if {question} else {no}"
