@@ -10,8 +10,7 @@ import numpy
 import pytest
 from served_entries import SUMMARY
 
-from tiledsched.bake.baking import Baking
-from tiledsched.bake.choices import Case, choices
+from tiledsched.bake.baking import Baking, Case, choices
 from tiledsched.bake.patch import Patch
 from tiledsched.bake.text import left_open
 from tiledsched.bake.tree import NEVER, between, grow
@@ -90,7 +89,7 @@ for size in (8192, 1 << 20):
 """
 
 
-def case(problem, schedule, losses=None, arch="sm_90") -> Case:
+def case(problem, schedule, arch="sm_90") -> Case:
     """A problem that was measured, with the schedule that won."""
     entry = Entry(
         kernel=problem.kernel,
@@ -104,7 +103,7 @@ def case(problem, schedule, losses=None, arch="sm_90") -> Case:
         toolchain=SUMMARY.toolchain,
     )
     served = Served(schedule=schedule, provenance="measured", steps=(), entry=entry, is_own=True)
-    return Case(problem=problem, arch=arch, served=served, losses=losses or {schedule: 0.0}, measured={schedule})
+    return Case(problem=problem, arch=arch, served=served, measured={schedule: 0.0}, estimated={})
 
 
 def chooser(baking: Baking):
@@ -177,13 +176,10 @@ def test_few_leaves_say_what_they_lose():
     baking = Baking(kernel, cases, "tiledsched bake rms_norm --max-leaves 3", 3)
     lost = [baking.losses(leaf) for leaf in baking.tree.leaves()]
     assert len(lost) == 3
-    logs = [
-        max(0.0, each.losses[Schedule(chooser(baking)(**facts))])
-        for each, facts in zip(cases, baking.names, strict=True)
-    ]
+    logs = [each.loss(Schedule(chooser(baking)(**facts))) for each, facts in zip(cases, baking.names, strict=True)]
     assert math.fsum(logs) == pytest.approx(math.fsum(math.log1p(each) for one in lost for each in one))
     assert f"takes {math.expm1(math.fsum(logs) / len(logs)):.1%} longer" in baking.said
-    assert all(each.losses[each.served.schedule] == 0 for each in cases)
+    assert all(each.measured[each.served.schedule] == 0 for each in cases)
     with pytest.raises(ValueError, match="bake again"):
         chooser(baking)(rows=8, columns=1 << 30, residual=False)
 

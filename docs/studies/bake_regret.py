@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.studies.flags import flag, parser_with, positive
-from tiledsched.bake.baking import Baking
-from tiledsched.bake.choices import choices
+from tiledsched.bake.baking import Baking, choices
 from tiledsched.core.config import load_settings
 from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem

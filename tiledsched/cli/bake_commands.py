@@ -63,8 +63,7 @@ def bake(
     tiledsched bake kernels.py:LayerNorm --arch sm_90 -o bake.patch
     tiledsched bake kernels.py:LayerNorm --arch sm_90 --check
     """
-    from tiledsched.bake.baking import Baking, mean_of
-    from tiledsched.bake.choices import choices
+    from tiledsched.bake.baking import Baking, choices, mean_of
     from tiledsched.bake.patch import Patch
 
     if output and not output.endswith((".py", ".patch", ".diff")):
