@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import timeit
+from pathlib import Path
 
 import numpy
 import pytest
@@ -239,3 +240,36 @@ def test_a_kernel_of_several_functions_has_a_module_only():
     cases = [case(each, space_for("sm_90", kernel).default(each)) for each in problems]
     with pytest.raises(ConfigError, match=r"neither to ct\.launch"):
         Patch(Baking(kernel, cases, ""))
+
+
+def test_the_command_writes_and_checks(home, cli):
+    words = ["bake", "rms_norm", "--arch", "sm_90", "--max-leaves", "4", "-o", "rms.py"]
+    said = cli(words).out
+    assert said.startswith("4 leaves, 4 schedules, 14 problems. Than with the table's choices,")
+    assert said.endswith("\nrms.py\n")
+    text = Path("rms.py").read_text(encoding="utf-8")
+    assert text.splitlines()[1] == "# tiledsched bake rms_norm --arch sm_90 --max-leaves 4"
+    assert cli([*words, "--check"]).out == "rms.py is what the table says\n"
+    Path("rms.py").write_text(text.replace("return 0", "return 1").replace("(0 if", "(1 if"), encoding="utf-8")
+    assert cli([*words, "--check"], code=1).out.endswith("\nrms.py is not what the table says; bake it again\n")
+    assert text == cli(words[:-2]).out
+    assert "runs rms_norm and rms_norm_residual" in cli([*words[:-1], "rms.patch"], code=2).err
+    assert "ends in .py" in cli([*words[:-1], "rms.txt"], code=2).err
+    assert "nothing was measured" in cli(["bake", "rms_norm", "--arch", "sm_120"], code=2).err
+
+
+def test_what_was_timed_counts_and_what_was_not_is_estimated(home):
+    kernel = load_kernel("matmul")
+    known, other = choices(
+        kernel,
+        ["sm_90"],
+        [kernel.problem(m=4096, n=4096, k=4096), kernel.problem(m=3000, n=4096, k=4096)],
+        Settings(),
+        losses=True,
+    )
+    assert known.served.is_own
+    assert not other.measured
+    assert known.served.schedule in other.estimated
+    assert len(known.measured) > 1
+    assert [each.loss(each.served.schedule) for each in (known, other)] == [0.0, 0.0]
+    assert known.loss(Schedule(TILE_M=1)) == NEVER

@@ -98,8 +98,12 @@ def choices(
             both = WithShipped(db, kernel, arch, entries, set(served)) if losses else None
             for problem, rows in both.measurements_by_problem(arch, kernel) if both else ():
                 known[problem] |= _timed_beside(served[problem], problem, rows)
-        near_best = (one for mine in known.values() for one, loss in mine.items() if loss < NEAR_BEST)
-        most, space = [one for one, _ in Counter(near_best).most_common(MOST_CANDIDATES)], space_for(arch, kernel)
+        good = [
+            {each.schedule, *(one for one, loss in known[of].items() if loss < NEAR_BEST)}
+            for of, each in served.items()
+        ]
+        counts = Counter(one for some in good for one in sorted(some, key=lambda each: each.id))
+        most, space = [one for one, _ in counts.most_common(MOST_CANDIDATES)], space_for(arch, kernel)
         for problem, each in served.items():
             judge, able = near[problem], [one for one in most if not space.unworkable(one, problem)]
             base = judge.mean_loss(each.schedule) if judge and not each.is_own else 0.0

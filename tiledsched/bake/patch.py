@@ -48,12 +48,6 @@ class Patch:
         defined = [each for each in outers if each.name == self._function]
         self._takes = [each.arg for one in defined[:1] for each in one.args.args]
         done, searches = _calls(tree, self._chooser), _calls(tree, SEARCH, self._function)
-        for call in done:
-            missing = sorted(baking.asked - {str(each.arg) for each in call.keywords})
-            if missing:
-                raise self._error(
-                    call, f"the choice depends on {joined(missing)} by now; pass that to {self._chooser}, too"
-                )
         for call in searches:
             self._replace(call, self._chosen(call))
         for outer in (each for each in outers if not _calls(each, self._chooser)):

@@ -13,8 +13,6 @@ import numpy
 
 NEVER = 1e3
 """The loss of a schedule that cannot run, which no sum of real losses reaches."""
-TIDY = 0.01
-"""What a bit of disorder counts beside losses, so that a split is also taken where only later ones save."""
 WHOLE = 8
 """It is also asked whether this divides a size: rows of 16-bit elements then start where TMA loads."""
 
@@ -53,8 +51,7 @@ def grow(problems: Sequence[Mapping[str, Any]], losses: Any, most: int | None = 
         losses: what each schedule (columns) loses on each problem (rows): :data:`NEVER` where it cannot run.
         most: None for as many leaves as it takes to lose nothing.
     """
-    wins = numpy.eye(losses.shape[1])[losses.argmin(1)]
-    tree = _grown(numpy.arange(len(losses)), _columns(problems, products=most is not None), losses, wins)
+    tree = _grown(numpy.arange(len(losses)), _columns(problems, products=most is not None), losses)
     return tree if most is None else _pruned(tree, most)
 
 
@@ -74,7 +71,7 @@ def _columns(problems: Sequence[Mapping[str, Any]], *, products: bool) -> dict[s
     return {text: numpy.array(found[text], float) for text in sorted(found, key=lambda each: (len(each), each))}
 
 
-def _grown(rows: Any, columns: Mapping[str, Any], losses: Any, wins: Any) -> Tree:
+def _grown(rows: Any, columns: Mapping[str, Any], losses: Any) -> Tree:
     total = losses[rows].sum(0)
     alone, splits = float(total.min()), []
     for text, column in columns.items() if alone else ():
@@ -82,25 +79,18 @@ def _grown(rows: Any, columns: Mapping[str, Any], losses: Any, wins: Any) -> Tre
         values = column[order]
         ends = numpy.nonzero(values[1:] != values[:-1])[0]
         if len(ends):
-            lost, tidy = losses[order].cumsum(0), wins[order].cumsum(0)
-            both = lost[ends].min(1) + (lost[-1] - lost[ends]).min(1)
-            both += TIDY * (_disorder(tidy[ends]) + _disorder(tidy[-1] - tidy[ends]))
-            place = int(both.round(9).argmin())
-            splits.append((round(float(both[place]), 9), text, values[ends[place]], values[ends[place] + 1]))
+            lost = losses[order].cumsum(0)
+            both = (lost[ends].min(1) + (lost[-1] - lost[ends]).min(1)).round(9)
+            place = int(both.argmin())
+            splits.append((float(both[place]), text, int(values[ends[place]]), int(values[ends[place] + 1])))
     leaf = Tree(best=int(total.argmin()), alone=alone, rows=tuple(rows.tolist()), loss=alone)
     if not splits:
         return leaf
     _, text, low, high = min(splits, key=lambda each: each[0])
     yes = columns[text][rows] <= low
-    sides = tuple(_grown(some, columns, losses, wins) for some in (rows[yes], rows[~yes]))
-    question = text if low < 0 else f"{text} <= {between(int(low), int(high))}"
+    sides = tuple(_grown(some, columns, losses) for some in (rows[yes], rows[~yes]))
+    question = text if low < 0 else f"{text} <= {between(low, high)}"
     return replace(leaf, loss=sum(side.loss for side in sides), question=question, sides=sides)
-
-
-def _disorder(wins: Any) -> Any:
-    """Bits in which schedule wins, summed over the problems, given how often each schedule wins."""
-    with numpy.errstate(divide="ignore", invalid="ignore"):
-        return -numpy.nansum(wins * numpy.log2(wins / wins.sum(-1, keepdims=True)), -1)
 
 
 def between(low: int, high: int) -> int:
