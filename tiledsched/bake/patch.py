@@ -50,9 +50,10 @@ class Patch:
         done, searches = _calls(tree, self._chooser), _calls(tree, SEARCH, self._function)
         for call in searches:
             self._replace(call, self._chosen(call))
-        for outer in (each for each in outers if not _calls(each, self._chooser)):
-            for call in _calls(outer, "launch", self._function):
-                self._edit_launch(outer, call)
+        for call in _calls(tree, "launch", self._function):
+            around = [each for each in outers if call in ast.walk(each)]
+            if around and not _calls(around[-1], self._chooser):
+                self._edit_launch(around[-1], call)
         if not (done or self._edits):
             raise ConfigError(
                 f"{self.path} gives {self._function} neither to ct.launch nor to {SEARCH} by this name; write a module, and call "
@@ -91,6 +92,11 @@ class Patch:
         """Set the variables that a launch takes for knobs, before what depends on them."""
         given, before, schedule = self._given(call), _before(outer.body, call), self._baking.schedules[0]
         knobs = [knob for knob in self._takes if knob in schedule]
+        elsewhere = sorted(schedule.keys() - {*knobs, *HINT_KNOBS})
+        if elsewhere:
+            raise self._error(
+                call, f"{joined(elsewhere)} is no parameter of {self._function}, so that nothing here sets it"
+            )
         sets = [[each for each in before if _named(given[knob]) in _variables(each)] for knob in knobs]
         if [] in sets:
             knob = knobs[sets.index([])]
