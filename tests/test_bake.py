@@ -6,12 +6,13 @@ import math
 import random
 import timeit
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 from served_entries import SUMMARY
 
-from tiledsched.bake.baking import Baking, Case, choices
+from tiledsched.bake.baking import Baking, Case, _timed_beside, choices
 from tiledsched.bake.patch import Patch
 from tiledsched.bake.text import left_open
 from tiledsched.bake.tree import NEVER, between, grow
@@ -20,6 +21,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
+from tiledsched.measure.runner import Conditions
 from tiledsched.serve.chain import Served
 from tiledsched.store.records import Entry
 
@@ -29,7 +31,7 @@ import torch
 from tiledsched import exhaustive_search
 
 
-@ct.kernel(occupancy=ct.ByTarget(sm_100=4, default=2))
+@ct.kernel(occupancy=ct.ByTarget(sm_90=8, sm_100=4, default=2))
 def scale(X, Out, factor, TILE: ct.Constant[int]):
     ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)) * factor)
 
@@ -44,6 +46,7 @@ def launch(x, out):
                 tile = 128
         grid = (x.shape[0] // tile,)
         ct.launch(torch.cuda.current_stream(), grid, scale, (x, out, 0.5, tile))
+        tile = None
 
     inner(x)
 
@@ -199,6 +202,8 @@ def test_what_is_left_of_a_condition():
     assert left("not FLAG or n == 1", FLAG=False) is True
     assert left("word == 'word' and n > 1 and (n < 9 or TILE > 3)", word="word", TILE=2) == "n > 1 and n < 9"
     assert left("TILE > 3 and n", TILE=2) is False
+    assert left("TILE > 1 and TILE < 3", TILE=2) is True
+    assert left("TILE > 2 or TILE < 2", TILE=2) is False
 
 
 def test_a_file_uses_what_is_baked_and_needs_no_tiledsched(scale, python):
@@ -215,6 +220,13 @@ def test_a_file_uses_what_is_baked_and_needs_no_tiledsched(scale, python):
     assert "ByTarget(sm_90=1, sm_100=4, default=2)" in second
     again = Patch(baked(kernel))
     assert again.before == again.after
+    path.write_text(SITE, encoding="utf-8")
+    tiles = [case(kernel.problem(size=size), Schedule(TILE=tile)) for size, tile in ((8192, 64), (1 << 20, 128))]
+    path.write_text(Patch(Baking(kernel, tiles, "")).after, encoding="utf-8")
+    assert "scale, (x, out, 0.5, tile))" in path.read_text(encoding="utf-8")
+    bare = Patch(Baking(kernel, tiles, ""))
+    assert bare.before == bare.after
+    path.write_text(patch.after, encoding="utf-8")
     other = Patch(baked(kernel, command="tiledsched bake another"))
     assert other.after == again.after.replace("bake declared.py:Scale", "bake another")
 
@@ -278,3 +290,25 @@ def test_what_was_timed_counts_and_what_was_not_is_estimated(home):
     assert len(known.measured) > 1
     assert [each.loss(each.served.schedule) for each in (known, other)] == [0.0, 0.0]
     assert known.loss(Schedule(TILE_M=1)) == NEVER
+
+
+def test_only_times_beside_the_choices_own_count():
+    problem = load_kernel("rms_norm").problem(rows=64, columns=64)
+    fast, slow = Schedule(TILE=1), Schedule(TILE=2)
+    served = case(problem, fast).served
+
+    def row(schedule, us, device="NVIDIA H200", regime="burst"):
+        taken = SimpleNamespace(
+            schedule=schedule,
+            median_us=us,
+            device=SimpleNamespace(name=device),
+            regime=regime,
+            problem=problem,
+            conditions=Conditions(),
+        )
+        return SimpleNamespace(measurement=taken, toolchain=SUMMARY.toolchain, uid=str(us))
+
+    others = [row(slow, 5.0, device="other"), row(fast, 1.0, regime="sustained")]
+    rows = [*others, row(slow, 20.0), row(fast, 10.0), row(slow, 30.0)]
+    assert _timed_beside(served, problem, rows) == {fast: 0.0, slow: math.log(2)}
+    assert _timed_beside(served, problem, rows[:3]) == {}
