@@ -146,8 +146,8 @@ MISTAKES = {
         PROMPT,
     ),
     "the second half of the shares first": (
-        "slot = place * const.KV_SPLITS + group * together(const) + each",
-        "slot = place * const.KV_SPLITS + (group * together(const) + each + const.KV_SPLITS // 2) % const.KV_SPLITS",
+        "slot = place * const.KV_SPLITS + group * count + each",
+        "slot = place * const.KV_SPLITS + (group * count + each + const.KV_SPLITS // 2) % const.KV_SPLITS",
         PROMPT,
     ),
 }
