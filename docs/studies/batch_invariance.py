@@ -49,6 +49,8 @@ TIMED = (1, 16, 64, 128, 256, 512, 1024, 2048)
 """Numbers of rows of which products are timed."""
 DECODED = tuple((sequences, keys) for sequences in (1, 4, 16, 64) for keys in (1024, 4096, 16384))
 """Sequences and keys of which decoding is timed."""
+PROMPTS = (512, 2048, 8192)
+"""Rows of prompts that are timed whole."""
 COMPILING = 3
 """One process in this number compiles a function other than a product: compiling takes most of a process's time."""
 MODES = ("eager", "compiled", "graph")
@@ -171,6 +173,21 @@ def decoding(sequences: int = SEQUENCES, keys: int = 4096) -> Case:
     )
 
 
+def chunks(rows: int = ROWS) -> Case:
+    """Chunks of a prompt, each with the keys up to its own last row."""
+    import tiledsched as ts
+
+    q, k, v = normal(17, 1, 32, rows, 128), *(normal(seed, 1, 8, rows, 128) for seed in (18, 19))
+    return Case(
+        name=f"sdpa chunks of a prompt of {rows}",
+        rows=rows,
+        least=2,
+        function=partial(ts.sdpa, causal="bottom_right"),
+        tensors=lambda first, rows: (q[:, :, first : first + rows], *(each[:, :, : first + rows] for each in (k, v))),
+        rows_of=lambda out: out[0].transpose(0, 1),
+    )
+
+
 def attention() -> Iterator[Case]:
     """Decoding; decoding in a cache with room for more keys, whose size changes from part to part; chunks of a prompt."""
     import torch
@@ -192,18 +209,7 @@ def attention() -> Iterator[Case]:
         function=lambda q, k, v, lengths: ts.sdpa(q, k, v, key_lengths=lengths),
         tensors=in_room,
     )
-    prompt = normal(17, 1, 32, ROWS, 128), *(normal(seed, 1, 8, ROWS, 128) for seed in (18, 19))
-    yield Case(
-        name="sdpa chunks of a prompt",
-        rows=ROWS,
-        least=2,
-        function=partial(ts.sdpa, causal="bottom_right"),
-        tensors=lambda first, rows: (
-            prompt[0][:, :, first : first + rows],
-            *(each[:, :, : first + rows] for each in prompt[1:]),
-        ),
-        rows_of=lambda out: out[0].transpose(0, 1),
-    )
+    yield chunks()
 
 
 KINDS: dict[str, Callable[[], Iterable[Case]]] = {
@@ -335,7 +341,7 @@ def prove_in_processes(kinds: Sequence[str], processes: int, at_once: int, most_
 
 # Times
 def times(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each product and number of rows, and for decoding with so many sequences and keys."""
+    """A row for each product and number of rows, for decoding with so many sequences and keys, and for prompts."""
     import torch
 
     for case in products() if "products" in kinds else ():
@@ -344,6 +350,8 @@ def times(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     for sequences, keys in DECODED if "attention" in kinds else ():
         yield from row(decoding(sequences, keys), sequences, None)
         torch.cuda.empty_cache()
+    for rows in PROMPTS if "attention" in kinds else ():
+        yield from row(chunks(rows), rows, None)
 
 
 def row(case: Case, rows: int, rival: Callable[..., Any] | None) -> Iterator[dict[str, Any]]:
@@ -381,7 +389,7 @@ def row(case: Case, rows: int, rival: Callable[..., Any] | None) -> Iterator[dic
 def rates(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The speed of batch-invariant calls as a part of that of others: geometric mean and least, for products and decoding."""
     lines = []
-    for kind, against in (("matmul", "torch"), ("matmul", "any"), ("sdpa", "any")):
+    for kind, against in (("matmul", "torch"), ("matmul", "any"), ("decoding", "any"), ("prompt", "any")):
         ratios = {
             f"{each['case']}, {each['rows']}": float(each[f"of_{against}"]) for each in rows if kind in each["case"]
         }
