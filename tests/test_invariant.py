@@ -29,6 +29,7 @@ from tiledsched.kernels.matmul import Matmul
 from tiledsched.measure.arrays import first_rows
 from tiledsched.measure.runner import Batch, Checked, Conditions, RowRunner
 from tiledsched.ops.front import operator
+from tiledsched.report import build_report
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_table
 from tiledsched.serve.explain import explain_problem
@@ -130,6 +131,8 @@ def test_one_group_is_stored_and_serves_every_size(tune, tmp_path) -> None:
     assert f"batch-invariant group {group}: equal bits at" in said
     assert "slower over m = 1..2048" in said
     assert "unverified" not in said
+    with TuningDB.open(tmp_path / "tuning.db") as db:
+        assert [entry.group for entry in build_report(db, "sm_90", Matmul).invariant] == [group] * len(SIZES)
     free = table(tmp_path, "any").resolve(Matmul.problem(m=64, **WEIGHT), "sm_90", H200.name)
     assert free.entry is None or free.entry.accum_mode == "fp32"
 
