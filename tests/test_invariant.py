@@ -32,6 +32,7 @@ from tiledsched.ops.front import operator
 from tiledsched.report import build_report
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_table
+from tiledsched.serve.execute import launch_first
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
@@ -170,7 +171,8 @@ def test_a_weight_that_was_never_tuned_has_one_schedule_for_every_batch(tmp_path
     served = [known.resolve(Matmul.problem(m=m, **WEIGHT), "sm_90", H200.name) for m in (1, 16, 17, 512, 4096)]
     assert len({each.schedule for each in served}) == 1
     assert all("not proven by digests" in each.reason and not each.rivals for each in served)
-    free = table(tmp_path, "any")
+    free, p = table(tmp_path, "any"), Matmul.problem(m=512, **WEIGHT)
+    assert known.fallback_for(served[3], p, "sm_90") is None is not free.fallback_for(served[3], p, "sm_90")
     assert len({free.resolve(Matmul.problem(m=m, **WEIGHT), "sm_90", H200.name).schedule for m in (1, 512, 4096)}) > 1
 
 
@@ -245,6 +247,22 @@ def test_within_a_block_plans_are_those_of_every_batch(launches) -> None:
         assert "one schedule for every batch" in plan(x, weight).served.reason
     with pytest.raises(ConfigError, match="is called first"), ts.batch_invariant:
         pass
+
+
+def test_a_first_call_waits_for_its_program(launches, monkeypatch) -> None:
+    for name, value in (("COMPILE", "background"), ("FALLBACK", "torch"), ("RIVALS", "serve")):
+        monkeypatch.setenv(f"TILEDSCHED_{name}", value)
+    process.forget_plans()
+    made = operator("matmul")
+    plan = made.plan_for(torch.ones(16, 32).half(), torch.ones(32, 16).half()).own
+
+    def first() -> str:
+        made.cache.building["key"] = [SimpleNamespace(is_done=False)]
+        return launch_first(made.cache, "key", plan, lambda plan: "ours", None, lambda plan: "torch")
+
+    assert first() == "torch"
+    with ts.batch_invariant():
+        assert first() == "ours"
 
 
 def test_calls_that_only_torch_computes_are_refused(launches, monkeypatch) -> None:
