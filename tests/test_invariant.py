@@ -209,13 +209,15 @@ def test_rows_of_a_smaller_problem_are_the_first_rows_of_a_larger_one() -> None:
     assert large.tokens == 9
 
 
-@pytest.mark.parametrize("k", [70, 200])
-def test_shares_of_one_block_have_the_bits_of_shares_of_several(k) -> None:
-    p = Matmul.problem(m=70, n=64, k=k)
+def test_shares_of_one_block_have_the_bits_of_shares_of_several() -> None:
+    p = Matmul.problem(m=70, n=64, k=256)
     s = ts.space_for("sm_90", Matmul).default(p).replace(TILE_M=64, TILE_N=64, TILE_K=32, num_worker_warps=4)
-    inputs = make_inputs(Matmul, p)
-    several, one = (run_schedule(Matmul, p, s.replace(SPLIT_K=shares), inputs)["C"] for shares in (4, -4))
-    assert (several.view(numpy.uint16) == one.view(numpy.uint16)).all()
+    inputs = {name: numpy.zeros_like(array) for name, array in make_inputs(Matmul, p).items()}
+    # 2**24 + 1 + 1 - 2**24 in steps of their own, where the second and third are of one share.
+    for step, one, other in ((0, 4096, 4096), (2, 1, 1), (3, 1, 1), (6, -4096, 4096)):
+        inputs["A"][:, 32 * step], inputs["B"][32 * step] = one, other
+    found = [run_schedule(Matmul, p, s.replace(SPLIT_K=shares), inputs)["C"] for shares in (4, -4, 1)]
+    assert [set(each.astype(float).ravel()) for each in found] == [{2.0}, {2.0}, {0.0}]
     assert Matmul.reduction_order(p, s.replace(SPLIT_K=4)) == Matmul.reduction_order(p, s.replace(SPLIT_K=-4))
 
 
