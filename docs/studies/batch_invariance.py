@@ -229,9 +229,10 @@ def numbers_of(case: Case, process: int, processes: int) -> list[int]:
 
 
 def captured(function: Callable[..., Any], *tensors: Any) -> Any:
-    """The output of a call that a CUDA graph has captured, after a replay."""
+    """The output of a call that a CUDA graph has captured, after a replay. No program is loaded within a capture."""
     import torch
 
+    function(*tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = function(*tensors)
