@@ -168,7 +168,7 @@ class RawModule:
         gpu.is_cold = False
         if gpu.verb in ("probe", "sample"):
             change_in_place(arguments)
-        if gpu.verb != "check":
+        if gpu.verb not in ("check", "rows"):
             return
         step = gpu.launch.steps[gpu.step]
         assert grid == step.grid
@@ -412,7 +412,9 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
                 if gpu.problem.values.get("head_dim") == 250:  # the one this GPU cannot hold
                     gpu.act("memory")
                 gpu.pristine = {}
-            if verb in ("probe", "check", "sample"):
+            if verb == "rows":
+                gpu.kernel, gpu.problem = load_kernel(arguments[0]), arguments[1]
+            if verb in ("probe", "check", "sample", "rows"):
                 gpu.launch, gpu.step = next(each for each in arguments if isinstance(each, Launch)), 0
             return act(state, *arguments)
 

@@ -29,6 +29,7 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core import blame, errors, registry, text
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.measure.runner import LAUNCHED, REGIMES
@@ -218,6 +219,11 @@ def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str,
 @problem_options
 @target_option
 @generated_options(TuneOptions, "accum_mode", "regime", "rivals", "space")
+@option(
+    "--numerics",
+    type=click.Choice(["any", INVARIANT]),
+    help="what is served where the bits of a row may depend on the batch (any) or not (invariant)",
+)
 @option(
     "--device",
     default="",

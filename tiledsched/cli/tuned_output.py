@@ -36,7 +36,7 @@ def tune_result_json(result: results.TuneResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         **({} if result.candidates is None else {"candidates": dict(result.candidates)}),
         **({"held_down": result.held_down} if result.held_down else {}),
-        **({"numbers": result.numbers.to_json()} if result.numbers else {}),
+        **({"numbers": result.numbers} if result.numbers else {}),
         **({"memory": result.memory} if result.memory else {}),
         **({"why_failed": result.why_failed} if result.why_failed else {}),
     }

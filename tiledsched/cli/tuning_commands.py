@@ -26,6 +26,7 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.seen_flag import by_kernel, only_arch, ranked, seen_option, select
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.labels import format_problem
@@ -100,7 +101,8 @@ def tune(
     if seen:
         selected = select(run, seen, kernel=kernel, archs=[arch], filters=problem, suite=suite)
         return _tune_seen(run, selected, chosen, jobs, report)
-    wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
+    wanted = named_problems(kernel, problem, suite, every_batch=chosen.numerics == INVARIANT)
+    arch = run.arch(arch)
     if chosen.budget_s is not None and chosen.budget_s < SHORT_BUDGET_S:
         note(
             f"tiledsched: a budget of {chosen.budget_s:g} s is short: of the first problem the default and what is served are "

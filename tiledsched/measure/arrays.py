@@ -211,6 +211,27 @@ class ProblemArrays:
         return found
 
 
+def first_rows(xp: Any, arrays: Arrays, specs: Sequence[ArraySpec], own: Mapping[str, Any] | None = None) -> Arrays:
+    """The parts of a larger problem's arrays that a smaller one has: the first elements along each axis.
+
+    Args:
+        xp: numpy or cupy.
+        arrays: of the larger problem, by name.
+        specs: the smaller problem's arrays.
+        own: inputs that the kernel makes for the smaller problem. No integers, such as the ends of groups, are larger than there.
+    """
+    found: Arrays = {}
+    for spec in specs:
+        pairs = zip(each(arrays[spec.name]), spec.shapes, strict=True)
+        made = [
+            array[tuple(slice(min(pair)) for pair in zip(array.shape, shape, strict=True))] for array, shape in pairs
+        ]
+        if own and spec.name in own and not is_float(spec.dtype):
+            made = [xp.minimum(array, xp.asarray(own[spec.name]).max()) for array in made]
+        found[spec.name] = made if spec.listed else made[0]
+    return found
+
+
 def digest(xp: Any, array: Any, place: int) -> int:
     """The sum over an array's words of 8 bytes, in the order of its elements, of a number that each word and its place, counted
     from `place`, make. Words that differ in a bit make numbers that have nothing in common.

@@ -320,7 +320,24 @@ class GpuRunner:
             self._expected_us[candidate.artifact.fingerprint] = answer.first_look_us
         return answer
 
-    def ask(self, timeout_s: float, verb: str, *arguments: Any, candidates: Sequence[Candidate] = ()) -> Any:
+    def rows(
+        self, candidate: Candidate, problem: Problem, largest: Problem, sizes: Sequence[Problem]
+    ) -> list[int] | Failure:
+        """Load it, run it on the first rows of the largest problem's inputs, and take digests of its first rows."""
+        arguments = self._kernel.locator(), problem, largest, sizes
+        answer: list[int] | Failure = self.ask(
+            self._timeouts.begin_s, "rows", *arguments, candidates=[candidate], problem=problem
+        )
+        return answer
+
+    def ask(
+        self,
+        timeout_s: float,
+        verb: str,
+        *arguments: Any,
+        candidates: Sequence[Candidate] = (),
+        problem: Problem | None = None,
+    ) -> Any:
         """A living worker's answer to one request; what is wrong with a candidate, or the worker's death, is a Failure.
 
         Args:
@@ -328,12 +345,13 @@ class GpuRunner:
             verb: what is asked for; see `tiledsched.measure.worker.REQUESTS`.
             arguments: go before the launches of the candidates.
             candidates: are loaded before.
+            problem: what the candidates compute; None for the current problem.
         """
         self.wait()
         if not self._worker.alive():
             self._restart()
             self.wait()
-        launches = [self._launch(candidate) for candidate in candidates]
+        launches = [self._launch(candidate, problem) for candidate in candidates]
         failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
         return failed or self._worker.ask(timeout_s, verb, *arguments, *launches)
 
@@ -412,9 +430,10 @@ class GpuRunner:
         )
         return answer
 
-    def _launch(self, candidate: Candidate) -> Launch | Failure:
+    def _launch(self, candidate: Candidate, problem: Problem | None = None) -> Launch | Failure:
         """What the worker needs to run `candidate`, which is loaded first if it is not yet."""
-        assert self._problem is not None
+        problem = problem or self._problem
+        assert problem is not None
         artifact, worker = candidate.artifact, self._worker
         if artifact.fingerprint not in worker.loaded:
             answer = worker.ask(self._timeouts.load_s, "load", artifact.fingerprint, artifact.cubin)
@@ -424,7 +443,7 @@ class GpuRunner:
                 return replace(answer, kind=FailureKind.ARTIFACT_CORRUPT) if crashed else answer
             worker.loaded.add(artifact.fingerprint)
         try:
-            launch = launch_of(self._kernel, self._problem, candidate.schedule, self.device, artifact.fingerprint)
+            launch = launch_of(self._kernel, problem, candidate.schedule, self.device, artifact.fingerprint)
         except Exception as error:  # the author's grid, say: it costs the candidate, not the run
             return Failure(kind=FailureKind.LAUNCH_FAILURE, message=first_line(error))
         size, room = scratch_bytes(launch.scratch), self._workspace_bytes

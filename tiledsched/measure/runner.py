@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.checking.accuracy import Accuracy
@@ -241,3 +241,15 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give the GPU back. Safe to call twice."""
+
+
+@runtime_checkable
+class RowRunner(Runner, Protocol):
+    """A runner that also tells which bits rows have."""
+
+    def rows(
+        self, candidate: Candidate, problem: Problem, largest: Problem, sizes: Sequence[Problem]
+    ) -> list[int] | Failure:
+        """Run `candidate` for `problem` on inputs whose rows are the first rows of those of `largest`, always the same ones;
+        digests of the first rows of the outputs, as many as each of `sizes` has.
+        """

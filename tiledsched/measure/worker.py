@@ -31,13 +31,13 @@ from tiledsched.checking.errors import OutputErrors, case_errors, summary, wrong
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.blame import first_line
-from tiledsched.core.cases import Case
+from tiledsched.core.cases import Case, input_specs, output_specs, own_inputs, random_inputs
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
-from tiledsched.measure.arrays import Launch, Packed, ProblemArrays, scratch_bytes
+from tiledsched.measure.arrays import Launch, Packed, ProblemArrays, first_rows, scratch_bytes
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
 from tiledsched.measure.runner import GIB, Batch, Checked, Device, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
@@ -142,9 +142,7 @@ def begin(state: State, locator: str, problem: Problem, seed: int, beside_gib: f
     state.arrays = None  # frees what the last problem took
     pool = cupy.get_default_memory_pool()
     _limit_memory(state, pool, beside_gib)
-    # Tile code imports cuTile, which imports torch for its dtypes. Nothing here needs them, and torch takes seconds.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
-    kernel = load_kernel(locator)
+    kernel = _declared(locator)
     precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
     cases = make_cases(kernel, cupy, cupy.random.default_rng(seed), problem, precision)
     state.arrays = ProblemArrays(kernel, cupy, problem, list(cases))
@@ -186,6 +184,13 @@ def _empty(state: State, pool: Any) -> int:
     held = int(pool.total_bytes())
     pool.free_all_blocks()
     return held
+
+
+def _declared(locator: str) -> KernelClass:
+    """The kernel that is declared there."""
+    # Tile code imports cuTile, which imports torch for its dtypes. Nothing here needs them, and torch takes seconds.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
+    return load_kernel(locator)
 
 
 def _rehearse(state: State, arrays: ProblemArrays) -> None:
@@ -268,6 +273,25 @@ def check(state: State, launch: Launch) -> Checked | Failure:
         accuracy = dataclasses.replace(accuracy, adversarial_tile_error=largest)
     accuracy = dataclasses.replace(accuracy, outputs=f"{state.inputs}.{_written(outputs)}")
     return Checked(accuracy=accuracy, first_look_us=elapsed_us)
+
+
+def rows(
+    state: State, locator: str, problem: Problem, largest: Problem, sizes: Sequence[Problem], launch: Launch
+) -> list[int]:
+    """Digests of the first rows of the outputs, as many as each of `sizes` has. Inputs are drawn for `largest`, from one seed;
+    `problem` has their first rows, so that each row of the inputs is the same in problems of all sizes.
+    """
+    kernel, rng = _declared(locator), cupy.random.default_rng(0)
+    drawn, own = random_inputs(kernel, cupy, rng, largest), own_inputs(kernel, cupy, rng, problem)
+    case = Case("rows", first_rows(cupy, drawn, input_specs(kernel, problem), own), ())
+    kept, arrays = state.arrays, ProblemArrays(kernel, cupy, problem, [case])
+    state.arrays = arrays
+    try:
+        arrays.clear(launch.scratch)
+        _poisoned_launch(state, launch, arrays.cases[0])
+        return [arrays.digest(first_rows(cupy, arrays.outputs, output_specs(kernel, each))) for each in sizes]
+    finally:
+        state.arrays = kept
 
 
 def _written(digests: Sequence[int]) -> str:
@@ -434,6 +458,7 @@ REQUESTS: Requests = {
     "load": load,
     "probe": probe,
     "check": check,
+    "rows": rows,
     "calibrate": find_gap,
     "sample": sample,
     "meet": meet,

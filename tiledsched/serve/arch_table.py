@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tiledsched.build.toolchain import takes_hints
+from tiledsched.core.config import EXACT, INVARIANT
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
@@ -25,8 +26,6 @@ from tiledsched.store.spills import Spills
 
 MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
-EXACT = "fp32"
-"""The accuracy class that may be served for any other."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,6 +64,8 @@ class ArchTable:
     def __post_init__(self) -> None:
         self.arch = self.space.arch
         self.spec = arch_spec(self.arch) if self.arch in ARCHS else None
+        self.invariant = [each for each in self.entries if each.accum_mode == INVARIANT and each.group]
+        """Entries of schedules whose bits do not depend on the batch, each in its group."""
         self.modelled: list[Entry] = []
         """Entries that no device measured."""
         self.measured: list[Entry] = []

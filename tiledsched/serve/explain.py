@@ -192,7 +192,8 @@ class Explanation:
         if entry.margin is not None:  # it is below 0 where a race's rules chose between what cannot be told apart
             margin = f"{abs(entry.margin):.1%} {'faster' if round(entry.margin, 3) < 0 else 'slower'}"
         layer = f" ({entry.layer} layer)" if entry.layer else ""
-        source = entry.source.removesuffix(f"; {entry.same_numbers}")
+        numbers = entry.same_numbers or entry.batch_invariant
+        source = entry.source.removesuffix(f"; {numbers}")
         return [
             ("evidence is for", "" if is_own else f"{entry.problem}, schedule {entry.schedule.short()}:"),
             ("measured", measured),
@@ -201,7 +202,7 @@ class Explanation:
             ("runner-up", f"{entry.runner_up.short()} ({margin})" if entry.runner_up is not None else ""),
             ("tied with", "; ".join(tie.short() for tie in entry.ties)),
             ("raced", "; ".join(map(rival_text, entry.rivals or ()))),
-            ("numbers", entry.same_numbers),
+            ("numbers", numbers),
             ("evidence", f"{source}, {entry.candidates} distinct programs compared{layer}"),
         ]
 

@@ -22,6 +22,10 @@ Of choices that were not measured the first is served whose program is not known
 A problem that was not measured in the requested regime or accuracy class is served by its measurement in another regime, or in
 the exact class, and the reason says so. A less exact class never takes the place of the exact one. Calls that a CUDA graph
 captures are looked up in a table of their own, in which the times of replayed graphs come first.
+
+Where `numerics` is "invariant", the bits of a row must not depend on how many rows there are. Then the schedule of the next
+larger batch is served, of one group that was proven to have equal bits. Where the problem was never tuned so, one schedule serves
+every batch: the one for a size that the kernel declares. Neither rule lets the batch choose between other bits.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tiledsched.core.config import EXACT as EXACT_CLASS
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.device import SAME_CODE
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
@@ -40,7 +46,19 @@ from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import GRAPHS
 from tiledsched.serve.arch_table import ArchTable
-from tiledsched.serve.chain import AT_LAST, EXACT, GUESSES, SHARED, LinkStep, Question, Served, find, refined
+from tiledsched.serve.chain import (
+    AT_LAST,
+    EXACT,
+    GUESSES,
+    INVARIANT_LAST,
+    SHARED,
+    InOneOrder,
+    LinkStep,
+    Question,
+    Served,
+    find,
+    refined,
+)
 from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
@@ -74,6 +92,9 @@ class LookupTable:
         self.kernel, self._options, self._near = kernel, options, near
         self.regime: str = options.get("regime", "burst")
         """The requested regime."""
+        self._invariant = bool(options.get("accum_mode") == INVARIANT and kernel.batch_dims)
+        if options.get("accum_mode") == INVARIANT:  # a kernel without batch dims is served as usual
+            options |= {"accum_mode": EXACT_CLASS}
         self._spaces = {space.arch: space for space in spaces}
         self._seen_mhz = clocks_of(entries, near.seen_mhz if near else {})
         self._by_arch: dict[str, list[Entry]] = defaultdict(list)
@@ -146,6 +167,12 @@ class LookupTable:
             SpaceError: the arch has no search space.
             ConfigError: a forced knob makes the schedule invalid.
         """
+        if self._invariant:
+            return self._in_one_order(problem, arch, device_name)
+        return refined(AT_LAST, *self._found(problem, arch, device_name))
+
+    def _found(self, problem: Problem, arch: str, device_name: str) -> tuple[Question, Served]:
+        """The question that a problem asks, and the answer before the last links."""
         question = Question(problem=problem, table=self._around(problem, arch, alone=True), device_name=device_name)
         served = find(EXACT, question)
         if self._near and (served is None or self._near.raced):
@@ -153,12 +180,27 @@ class LookupTable:
             served = find(EXACT, question)
         served = served or self._shared(question) or find(GUESSES, question, NOT_MEASURED)
         assert served is not None, "there always is a default"
-        return refined(AT_LAST, question, served)
+        return question, served
+
+    def _in_one_order(self, problem: Problem, arch: str, device_name: str) -> Served:
+        """What is served where the bits of a row must not depend on the batch: what was proven, or else one schedule for all."""
+        question = Question(problem=problem, table=self._of_arch(arch), device_name=device_name)
+        served = InOneOrder()(question)
+        if served is None:
+            stands_for = self.kernel.representative(problem)
+            served = self._found(stands_for, arch, device_name)[1]
+            said = f"one schedule for every batch, as for {stands_for}, not proven by digests; tune with --numerics invariant: "
+            step = LinkStep(link=InOneOrder.__name__, said=said, leads=True)
+            schedule = self.kernel.ordered(stands_for, served.schedule)
+            served = served.then(step, schedule=schedule, alternatives=(), rivals=(), is_own=False)
+        return refined(INVARIANT_LAST, question, served)
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after
         the last one the default. None where the default failed, or the schedule is forced.
         """
+        if self._invariant:  # another schedule would have other bits
+            return None
         refused, laid = served.schedule.short(), "does not compile for arrays laid out like these"
         if served.alternatives:
             following, *rest = served.alternatives

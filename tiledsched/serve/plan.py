@@ -128,7 +128,7 @@ def choose(
         served: what is served; the table's answer unless given.
     """
     kernel, index = problem.declaration, tensors[0].get_device()
-    facts, table = process.device_facts(index), process.table(kernel)  # type: ignore[arg-type]  # a class is hashable
+    facts, table = process.device_facts(index), process.table(kernel)
     if not table.known_arch(facts.arch):
         return f"{kernel.name} has no search space for {facts.arch}; add one, or run on another GPU"
     captured = None if served else table.resolve_captured(problem, facts.arch, facts.name)
@@ -251,7 +251,7 @@ def next_choice(plan: Plan, make: Callable[[Served], Plan | str]) -> Plan | None
         make: makes a plan of what is served.
     """
     arch = process.device_facts(plan.device).arch
-    table = process.table(plan.problem.declaration)  # type: ignore[arg-type]
+    table = process.table(plan.problem.declaration)
     served = table.fallback_for(plan.served, plan.problem, arch)
     found = served and make(served)
     if not isinstance(found, Plan):

@@ -168,12 +168,13 @@ ACCUM_MODE: Mapping[str, Any] = {
     "help": "accuracy class, of kernels that have several",
     "default_help": "as the settings say: fp32",
 }
-NUMERICS = ("any", "same")
-"""Which results a schedule may give to win: any right ones, or bit for bit those of what is served."""
+NUMERICS = ("any", "same", "invariant")
+"""Which results a schedule may give to win: any right ones; bit for bit those of what is served; or those of one order of sums,
+which serves every batch."""
 
 SAME_NUMERICS: Mapping[str, Any] = {
     "default": "any",
-    "choices": NUMERICS,
+    "choices": NUMERICS[:2],
     "help": "which results may win: any that are right, or the same, bit for bit, as those of what is served today, on every "
     "checked input (which needs a GPU, and times no rivals)",
 }
@@ -239,7 +240,12 @@ class TuneOptions(Options):
         help="time other implementations beside each winner, and let faster ones serve (serve) or not (record); or neither (off)",
         default_help="as the settings say: serve",
     )
-    numerics: str = option(**SAME_NUMERICS)
+    numerics: str = option(
+        "any",
+        choices=NUMERICS,
+        help=f"{SAME_NUMERICS['help']}; or invariant: those of one order of sums for all sizes of the kernel's batch dims, so "
+        "that a row's bits do not depend on the number of rows; of a batch dim that is not named several sizes race",
+    )
     sampler: str = option(
         OURS,
         metavar="NAME",

@@ -125,8 +125,9 @@ class TuneResult:
     why_failed: str = ""
     """The commonest message of the schedules that did not build; empty where all did."""
 
-    numbers: NumbersKept | None = None
-    """What it cost that only the same numbers could win; None where any right ones could."""
+    numbers: NumbersKept | str | None = None
+    """What it cost that only the same numbers could win, or, in words, those of one order of sums; None where any right ones
+    could."""
 
     def is_served(self, now: Entry) -> bool:
         """Whether what was found is what is served, given the entry that is served for the problem now."""

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from tiledsched.core.blame import says_line
-from tiledsched.core.config import Settings
+from tiledsched.core.config import INVARIANT, Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import Problem
@@ -100,7 +100,8 @@ class TuneContext:
         self.served, self.shipped, self.rivals = served, shipped or Shipped(), rivals
         self.watcher = watcher or Watcher()
         self.regime = options.regime or DEFAULTS.regime
-        self.accum_mode = options.accum_mode or DEFAULTS.accum_mode
+        invariant = options.numerics == INVARIANT
+        self.accum_mode = INVARIANT if invariant else options.accum_mode or DEFAULTS.accum_mode
         self.pinned = accuracy_class(space, self.accum_mode)
         self.effort = EFFORTS[options.effort]
         self.most_programs = self.effort.programs if options.trials is None else options.trials
@@ -440,6 +441,10 @@ class ProblemSearch(ProblemTune):
             if number is not None:
                 self._measurement_ids[outcome.schedule, outcome.regime] = number
 
+    def measurement_id(self, taken: Measurement) -> int:
+        """The number under which an outcome of this tune is stored."""
+        return self._measurement_ids[taken.schedule, taken.regime]
+
     def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         problem, finalists_wanted = self.problem, self.tuner.effort.finalists
@@ -464,7 +469,7 @@ class ProblemSearch(ProblemTune):
         if result.winner is None:
             raise self.nothing_works(tried)
         winner = result.winner
-        measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
+        measurement_id = self.measurement_id(winner)
         taken = [each.schedule for each in self._taken if each.regime == self.tuner.regime]
         timed, known = self.programs([*trials.ranked, *taken]), self.programs(self._known)
         numbers, memory = self.price_of_same_numbers(winner, finalists), self.memory(winner)
