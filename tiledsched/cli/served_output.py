@@ -157,10 +157,10 @@ def _provenance(entry: Entry, compiler: str) -> str:
     other source made what was measured, `same numbers` where only results that stayed the same could win, and `batch-invariant`
     where a row's bits do not depend on the batch.
     """
-    slowed, regime = bool(throttled(entry, {})), "" if entry.regime == "burst" else entry.regime
+    slowed = bool(throttled(entry, {}))
     numbers = "same numbers" if entry.same_numbers else "batch-invariant" * bool(entry.group)
     marks = "held down" * slowed, "stale" * stale(entry, compiler), numbers
-    return ", ".join(filter(None, (entry.provenance, regime, *marks)))
+    return ", ".join(filter(None, (entry.provenance, "" if entry.regime == "burst" else entry.regime, *marks)))
 
 
 def print_summary(entries: Sequence[Entry]) -> None:

@@ -90,11 +90,11 @@ class LookupTable:
         **options: Any,
     ) -> None:
         self.kernel, self._options, self._near = kernel, options, near
-        self.regime: str = options.get("regime", "burst")
-        """The requested regime."""
         self._invariant = bool(options.get("accum_mode") == INVARIANT and kernel.batch_dims)
         if options.get("accum_mode") == INVARIANT:  # a kernel without batch dims is served as usual
             options |= {"accum_mode": EXACT_CLASS}
+        self.regime: str = options.get("regime", "burst")
+        """The requested regime."""
         self._spaces = {space.arch: space for space in spaces}
         self._seen_mhz = clocks_of(entries, near.seen_mhz if near else {})
         self._by_arch: dict[str, list[Entry]] = defaultdict(list)
@@ -143,7 +143,11 @@ class LookupTable:
 
     @functools.cached_property
     def _of_graphs(self) -> LookupTable | None:
-        """This table, with the times of replayed graphs before others; None where it holds none."""
+        """This table, with the times of replayed graphs before others; None where it holds none, and where the bits of a row must
+        be the same in eager and in captured calls.
+        """
+        if self._invariant:
+            return None
         known = any(entry.regime in GRAPHS for entries in self._by_arch.values() for entry in entries)
         return (
             self._with(_options=self._options | {"regime": GRAPHS[0]}, regime=GRAPHS[0], _tables={})

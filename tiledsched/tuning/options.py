@@ -31,7 +31,7 @@ class Effort:
     builds: int
     """Schedules built for each program that is measured: their machine code shows which are worth measuring."""
     finalists: int
-    """Programs in the deciding race."""
+    """Programs in the deciding race, beside what is served today and the default; 0 to time only what is served."""
     both_regimes: bool
     """Whether programs nearly as fast as the burst winner race in the sustained regime, too."""
     least_gain: float
@@ -41,13 +41,15 @@ class Effort:
 
 
 EFFORTS: Mapping[str, Effort] = {
+    "served": Effort(programs=0, batch=8, builds=2, finalists=0, both_regimes=False, least_gain=0.0),
     "race": Effort(programs=0, batch=8, builds=2, finalists=2, both_regimes=False, least_gain=0.0, modelled=2),
     "quick": Effort(programs=16, batch=8, builds=2, finalists=8, both_regimes=False, least_gain=2e-3, modelled=16),
     "default": Effort(programs=64, batch=8, builds=2, finalists=16, both_regimes=True, least_gain=5e-4, modelled=64),
     "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, both_regimes=True, least_gain=0.0, modelled=None),
 }
-"""The levels by name, the one that does least first. `race` searches nothing: what is served today races the default schedule,
-and rivals are timed next to the winner."""
+"""The levels by name, the one that does least first. `served` only measures what is served today, anew in each run, as a
+regression check needs it. `race` searches nothing: what is served today races the default schedule, and rivals are timed next
+to the winner."""
 
 
 CHECK_ARCH = "sm_90"

@@ -445,10 +445,14 @@ class ProblemSearch(ProblemTune):
         """The number under which an outcome of this tune is stored."""
         return self._measurement_ids[taken.schedule, taken.regime]
 
+    def raced(self, incumbents: Sequence[Schedule]) -> list[Schedule]:
+        """What races in any case: what is served and the default, or without finalists only what is served."""
+        return [*incumbents, self.default][: None if self.tuner.effort.finalists else 1]
+
     def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         problem, finalists_wanted = self.problem, self.tuner.effort.finalists
-        preferred = [*self.incumbents, self.default]
+        preferred = self.raced(self.incumbents)
         unreached = [
             schedule for schedule in preferred if schedule not in trials.times
         ]  # time ran out before their turn
@@ -541,7 +545,8 @@ class ProblemSearch(ProblemTune):
     def failure_at_borders(self, winner: Measurement) -> Failure | None:
         """How a schedule fails the accuracy gate on small problems at the borders of its tiles; None where it passes on all that
         build."""
-        if self.runner.name != "gpu":  # a recording holds no other problems
+        # A recording holds no other problems, and without finalists nothing takes the place of what is served.
+        if self.runner.name != "gpu" or not self.tuner.effort.finalists:
             return None
         from tiledsched.checking.sizes import neighbours  # imports cuTile
 

@@ -91,7 +91,8 @@ class Session(Resources):
 
         if isinstance(gpu, GpuRunner):
             gpu.beside_gib = options.beside_gib
-        timed = settings.rivals != "off" and options.numerics == "any"  # a rival's numbers are its own
+        # A rival's numbers are its own, and an effort of `served` is about our own kernel.
+        timed = settings.rivals != "off" and options.numerics == "any" and options.effort != "served"
         rivals = self.open_rivals(kernel, settings.regime) if timed else None
         with serving_anew():
             incumbents = Incumbents(self, kernel, settings)

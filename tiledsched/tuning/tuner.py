@@ -64,6 +64,7 @@ class Tuner(TuneContext):
                 "neighbours of the fastest schedule are known only where it is measured",
                 "neighbours",
             ),
+            (not self.effort.finalists, "an effort of `served` measures what is served", "effort served"),
             (
                 self.options.numerics != "any",
                 "only a GPU tells whether results are the same bit for bit",
@@ -76,10 +77,12 @@ class Tuner(TuneContext):
                 raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
         if self.options.numerics == INVARIANT:
             return self._tune_in_one_order(problems)
-        if worths is not None:
-            return self._tune_by_worth(problems, worths)
-        results: list[TuneResult] = []
         ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
+        if self.runner is not None and not self.most_programs:
+            self._build_served(problems, self.runner, ends)
+        if worths is not None:
+            return self._tune_by_worth(problems, worths, ends)
+        results: list[TuneResult] = []
         for problem, deadline_s in zip(problems, deadlines(self.options.budget_s, len(problems)), strict=True):
             if results and time.monotonic() > ends:
                 self.left[problem] = OUT_OF_TIME
@@ -91,6 +94,12 @@ class Tuner(TuneContext):
         """Tune the problems that differ in their batch dims alone together."""
         if not isinstance(self.runner, RowRunner):
             raise ConfigError("recorded measurements hold no digests of rows; leave out --numerics invariant")
+        if self.regime in GRAPHS:
+            raise ConfigError(
+                "a batch-invariant choice serves eager and captured calls alike; leave out --deploy graph"
+            )
+        if not self.effort.finalists:
+            raise ConfigError("an effort of `served` proves no order; leave out --numerics invariant")
         families: dict[Problem, list[Problem]] = {}
         for each in problems:
             families.setdefault(each.declaration.representative(each), []).append(each)
@@ -101,10 +110,7 @@ class Tuner(TuneContext):
             for result in InvariantTune(self, self.runner, family, deadline_s).run()
         ]
 
-    def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float]) -> list[TuneResult]:
-        ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
-        if self.runner is not None and not self.most_programs:
-            self._build_served(problems, self.runner, ends)
+    def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float], ends: float) -> list[TuneResult]:
         results: list[TuneResult] = []
         in_a_row = 0
         for place, problem in enumerate(problems):
@@ -136,7 +142,7 @@ class Tuner(TuneContext):
         pairs = [
             (schedule, each.problem)
             for each in searches
-            for schedule in (*each.find_incumbents(runner.device_name), each.default)
+            for schedule in each.raced(each.find_incumbents(runner.device_name))
         ]
         self.watcher.stage(problems[0], "building what is served", len(pairs))
         self.builder.build_for_each(pairs, progress=lambda done, _: self.watcher.step(done), deadline_s=deadline_s)

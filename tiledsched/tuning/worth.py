@@ -240,6 +240,10 @@ def tune_by_worth(
 
     wanted = ranked = [each for each in ranked if not each.is_tuned]
     measures = options.runner != "none" and bool(session.device_names())
+    if options.effort == "served":
+        raise ConfigError(
+            "--seen tunes, and --effort served tunes nothing; name what is to be measured with -p or --suite"
+        )
     if options.effort == "race" and not measures:
         raise ConfigError(f"a race needs a GPU of {session.arch}, and none measures here; leave out --effort race")
     if measures:
