@@ -30,9 +30,11 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core import blame, errors, registry, text
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.nvml import UNNAMED
+from tiledsched.measure.runner import LAUNCHED, REGIMES
 from tiledsched.store.captured_calls import clear_seen
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
@@ -42,9 +44,9 @@ if TYPE_CHECKING:
 
 MOST_ENTRIES = 20
 """So many entries are listed without a filter where no GPU is here; of more there is a summary."""
-REGIMES = click.Choice(["burst", "sustained"])
+LAUNCHED_REGIME = click.Choice(LAUNCHED)
 only_arch = arch_option("only this arch, e.g. sm_90 or h200")
-only_regime = option("--regime", type=REGIMES, help="only what was measured in it (default: both)")
+only_regime = option("--regime", type=click.Choice(REGIMES), help="only what was measured in it (default: all)")
 
 
 @command("show")
@@ -219,6 +221,11 @@ def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str,
 @problem_options
 @target_option
 @generated_options(TuneOptions, "accum_mode", "regime", "rivals", "space")
+@option(
+    "--numerics",
+    type=click.Choice(["any", INVARIANT]),
+    help="what is served where the bits of a row may depend on the batch (any) or not (invariant)",
+)
 @option(
     "--device",
     default="",

@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from tiledsched.core.labels import class_words
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.store.evidence import timed_as_now
@@ -459,7 +460,7 @@ def why_unpaired(one: KnownTime, name: str, other: Side, modelled: bool) -> str:
             return f"{name} has an estimate of this problem only, and no measurement"
         return f"{name} has no time of this problem"
     aspects: tuple[tuple[str, Callable[[KnownTime], str]], ...] = (
-        ("with {} accumulators", lambda each: each.accum_mode),
+        ("with {}", lambda each: class_words(each.accum_mode)),
         ("in the {} regime", lambda each: each.regime),
         ("timed {}", lambda each: "in CUDA graphs" if each.in_graphs else "launch by launch"),
         ("on {}", lambda each: each.device),

@@ -134,7 +134,12 @@ def worth_of(seen: SeenProblem, table: LookupTable) -> SeenWorth:
     us, searched = None, False
     if entry is not None and (entry.problem, entry.schedule) == (problem, served.schedule) and entry.median_us:
         us = entry.median_us
-        searched = served.provenance == "measured" and not served.stale and NO_SEARCH not in entry.source
+        searched = (
+            served.provenance == "measured"
+            and entry.regime == table.regime
+            and not served.stale
+            and NO_SEARCH not in entry.source
+        )
     expected = served.expected_loss if us is None else None
     loss = 0.0 if searched else expected.mean if expected else ASSUMED_LOSSES[served.provenance]
     if offer and us is None:  # what ours would lose does not matter
