@@ -141,8 +141,9 @@ def test_two_databases_are_judged_on_the_command_line(tmp_path, monkeypatch, cap
     found = json.loads(capsys.readouterr().out)
     assert {row["verdict"]: row["b_runs"] for row in found["rows"]} == {"same": 3}
     assert (found["threshold"], found["regressed"], len(found["only_a"])) == (0.09, True, 1)
-    put_runs("head.db", {third: (70, 70.1, 70)}, plain(64, 64))
+    put_runs("head.db", {third: (70, 77, 70)}, plain(64, 64))
     assert main(["compare", "base.db", "head.db", "--gate", "9"]) == 0
+    assert "B=3,H=32 --effort served --db head.db" in capsys.readouterr().out  # a tie
     assert main(["compare", "base.db", "base.db", "--gate", "3"]) == 2
     assert "no two runs" in capsys.readouterr().err
     assert main(["compare", "base.db", "head.db", "--markdown", "gate.md"]) == 2
