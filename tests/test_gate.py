@@ -62,37 +62,29 @@ def test_a_machine_too_noisy_for_the_limit_is_tied_and_says_what_it_would_notice
 
 
 QUIET = {f"p{place}": ((100.0, 100.1, 99.9), (100.1, 100.0, 99.9)) for place in range(19)}
+LEVEL, SLOWER = (100, 100.1, 99.9), (104, 104.1, 103.9)
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "code", "verdict"),
+    ("others", "a", "b", "code", "half", "verdict"),
     [
-        ((100, 100.1, 99.9), (102, 102.1, 101.9), "b", "same"),  # slower beyond doubt, and by less than the limit
-        ((100, 100.1, 99.9), (104, 104.1, 103.9), "b", "slower"),
-        ((100, 100.1, 99.9), (104, 104.1, 103.9), "a", "slower"),  # by its launch, say: the machine code is the same
-        ((104, 104.1, 103.9), (100, 100.1, 99.9), "b", "faster"),
-        ((100, 100.1, 99.9), (100, 112, 100), "b", "tied"),  # one run was disturbed
+        (QUIET, LEVEL, (102, 102.1, 101.9), "b", 5e-4, "same"),  # slower beyond doubt, and by less than the limit
+        (QUIET, LEVEL, SLOWER, "b", 5e-4, "slower"),
+        (QUIET, LEVEL, SLOWER, "a", 5e-4, "slower"),  # by its launch, say: the machine code is the same
+        (QUIET, SLOWER, LEVEL, "b", 5e-4, "faster"),
+        (QUIET, LEVEL, (100, 112, 100), "b", 5e-4, "tied"),  # one run was disturbed
+        (QUIET, LEVEL, SLOWER, "b", 0.1, "tied"),  # so much do the samples of a run spread
+        ({"p0": QUIET["p0"]}, LEVEL, SLOWER, "a", 5e-4, "slower"),
+        ({}, LEVEL, SLOWER, "a", 5e-4, "slower"),
+        ({}, (100, 101), (103.5, 104.5), "b", 5e-4, "tied"),  # one problem alone tells little
     ],
 )
-def test_the_verdict_of_one_problem_among_quiet_ones(a, b, code, verdict) -> None:
-    found, verdicts = gate(QUIET | {"p": (a, b)}, code)
-    assert verdicts == dict.fromkeys(QUIET, "same") | {"p": verdict}
-    assert found.noise < 0.002
-
-
-def test_the_own_difference_of_one_machine_code_is_no_noise() -> None:
-    for others in ({}, {"p0": QUIET["p0"]}):
-        _, verdicts = gate(others | {"p": ((100, 100.1, 99.9), (104, 104.1, 103.9))}, "a")
-        assert verdicts["p"] == "slower"
-
-
-def test_one_problem_alone_has_no_more_evidence_than_its_runs() -> None:
-    assert gate({"p": ((100, 101), (103.5, 104.5))})[1] == {"p": "tied"}
-
-
-def test_what_the_samples_of_a_run_say_of_its_spread_counts_too() -> None:
-    _, verdicts = gate(QUIET | {"p": ((100, 100.1, 99.9), (104, 104.1, 103.9))}, half=0.1)
-    assert verdicts["p"] == "tied"
+def test_the_verdict_of_one_problem_beside_others(others, a, b, code, half, verdict) -> None:
+    found, verdicts = gate(others | {"p": (a, b)}, code, half=half)
+    assert verdicts["p"] == verdict
+    if len(others) > 1:
+        assert {verdicts[name] for name in others} == {"same" if half < 0.01 else "tied"}
+        assert found.noise < 0.002
 
 
 def test_what_cannot_be_judged_is_refused() -> None:
@@ -165,6 +157,4 @@ def test_an_effort_of_served_measures_what_is_served_anew_and_nothing_else(tmp_p
 def test_the_workflow_in_the_documentation_runs_commands_that_there_are() -> None:
     (code,) = blocks(ROOT / "docs" / "gate.md", "yaml")
     lines = [line.strip().replace("$side", "base") for line in code.splitlines() if "  tiledsched " in line]
-    assert len(lines) == 2
-    for line in lines:
-        parse(line.split()[1:])
+    assert [parse(line.split()[1:]) for line in lines] == [None, None]
