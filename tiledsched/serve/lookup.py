@@ -59,6 +59,7 @@ from tiledsched.serve.chain import (
     find,
     refined,
 )
+from tiledsched.serve.transfer import Nearby, nearby
 from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
@@ -198,6 +199,12 @@ class LookupTable:
             schedule = self.kernel.ordered(stands_for, served.schedule)
             served = served.then(step, schedule=schedule, alternatives=(), rivals=(), is_own=False)
         return refined(INVARIANT_LAST, question, served)
+
+    def nearby(self, problem: Problem, arch: str) -> Nearby | None:
+        """What was measured on an arch near a problem, and on it, says about schedules for it; None where that is nothing."""
+        table = self._around(problem, arch)
+        spec = table.spec
+        return nearby(problem, table.alike(problem), table.space, spec, table.policy) if spec else None
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after

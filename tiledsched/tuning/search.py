@@ -441,13 +441,13 @@ class ProblemSearch(ProblemTune):
             if number is not None:
                 self._measurement_ids[outcome.schedule, outcome.regime] = number
 
-    def raced(self, incumbents: Sequence[Schedule]) -> list[Schedule]:
-        """What races in any case: what is served and the default, or without finalists only what is served."""
-        return [*incumbents, self.default][: None if self.tuner.effort.finalists else 1]
-
     def measurement_id(self, taken: Measurement) -> int:
         """The number under which an outcome of this tune is stored."""
         return self._measurement_ids[taken.schedule, taken.regime]
+
+    def raced(self, incumbents: Sequence[Schedule]) -> list[Schedule]:
+        """What races in any case: what is served and the default, or without finalists only what is served."""
+        return [*incumbents, self.default][: None if self.tuner.effort.finalists else 1]
 
     def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""

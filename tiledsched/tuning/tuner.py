@@ -76,11 +76,6 @@ class Tuner(TuneContext):
             if wanted and (self.runner is None or (replays and flag in ("deploy graph", "beside"))):
                 raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
         if self.options.numerics == INVARIANT:
-            if self.regime in GRAPHS or not self.effort.finalists:
-                raise ConfigError(
-                    "a batch-invariant choice serves eager and captured calls alike, and needs a race; leave out --deploy graph "
-                    "and --effort served, or --numerics invariant"
-                )
             return self._tune_in_one_order(problems)
         ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
         if self.runner is not None and not self.most_programs:
@@ -99,6 +94,12 @@ class Tuner(TuneContext):
         """Tune the problems that differ in their batch dims alone together."""
         if not isinstance(self.runner, RowRunner):
             raise ConfigError("recorded measurements hold no digests of rows; leave out --numerics invariant")
+        if self.regime in GRAPHS:
+            raise ConfigError(
+                "a batch-invariant choice serves eager and captured calls alike; leave out --deploy graph"
+            )
+        if not self.effort.finalists:
+            raise ConfigError("an effort of `served` proves no order; leave out --numerics invariant")
         families: dict[Problem, list[Problem]] = {}
         for each in problems:
             families.setdefault(each.declaration.representative(each), []).append(each)
