@@ -32,6 +32,8 @@ from tiledsched.store.location import database_exists
 
 MOST_CANDIDATES, NEAR_BEST = 64, 0.01
 """So many schedules may become leaves where leaves are few: those that lose no more than this on the most problems."""
+DOUBT = 0.3
+"""What is added to the estimate for a schedule that no problem near by names: the estimate is made for those that are."""
 ARRAY = re.compile(r"(\w+)\[([\dx]+)[^\]]*\]")
 """An array among the values of a remembered search: its type, its sizes, and maybe strides."""
 
@@ -107,7 +109,8 @@ def choices(
         for problem, each in served.items():
             judge, able = near[problem], [one for one in most if not space.unworkable(one, problem)]
             base = judge.mean_loss(each.schedule) if judge and not each.is_own else 0.0
-            estimated = {one: judge.mean_loss(one) - base for one in able} if judge else {}
+            named = {one for _, some in (judge.namers if judge else ()) for one in some}
+            estimated = {one: judge.mean_loss(one) - base + DOUBT * (one not in named) for one in able} if judge else {}
             measured = known[problem] if each.is_own else {}
             found.append(Case(problem=problem, arch=arch, served=each, measured=measured, estimated=estimated))
     return found

@@ -93,7 +93,9 @@ def left_open(node: ast.expr, known: Mapping[str, Any]) -> str | bool:
         asked = [each for each in parts if isinstance(each, str)]
         if decided in parts or not asked:
             return decided if decided in parts else not decided
-        return (" or " if decided else " and ").join(f"({each})" if each.count(" ") > 2 else each for each in asked)
+        return (" or " if decided else " and ").join(
+            f"({each})" if each.count(" ") > 2 and asked[1:] else each for each in asked
+        )
     text = ast.unparse(node)
     if names_in(text) <= known.keys():
         return bool(eval(text, {"__builtins__": {}}, dict(known)))  # an expression of a space, which checked it
