@@ -79,6 +79,17 @@ class Scale(ts.Kernel):
 
     def reference(xp, X, factor):
         return X * factor
+
+
+class Hinted(Scale):
+    knobs = {{"occupancy": [0, 1, 2]}}
+    constraints = {{}}
+
+    def constants(p, s):
+        return {{"TILE": 64}}
+
+    def grid(p, s, device):
+        return p.size // 64
 """
 WITHOUT = """
 import sys, types
@@ -229,6 +240,19 @@ def test_a_file_uses_what_is_baked_and_needs_no_tiledsched(scale, python):
     path.write_text(patch.after, encoding="utf-8")
     other = Patch(baked(kernel, command="tiledsched bake another"))
     assert other.after == again.after.replace("bake declared.py:Scale", "bake another")
+
+
+def test_hints_alone_go_to_the_launch(scale):
+    path, _ = scale
+    kernel = load_kernel(f"{path.parent}/declared.py:Hinted")
+    cases = [case(kernel.problem(size=size), Schedule(occupancy=each)) for size, each in ((64, 1), (1 << 20, 2))]
+    after = Patch(Baking(kernel, cases, "")).after
+    lines = after.splitlines()
+    place = next(number for number, line in enumerate(lines) if "ct.launch(" in line)
+    assert lines[place - 1 : place + 1] == [
+        "        schedule = hinted_schedule(dtype=str(x.dtype)[6:], size=x.shape[0])",
+        "        ct.launch(torch.cuda.current_stream(), grid, schedule.kernel, (x, out, 0.5, tile))",
+    ]
 
 
 @pytest.mark.parametrize(

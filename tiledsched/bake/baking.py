@@ -94,7 +94,10 @@ def choices(
         if not served:
             raise ConfigError(f"nothing was measured of {kernel.name} on {arch}; tune it, or name problems with -p")
         near = {problem: table.nearby(problem, arch) if losses else None for problem in served}
-        known = {problem: _timed_in(each, problem) for problem, each in near.items()}
+        known = {
+            problem: dict(next((own for entry, own in (each.namers if each else ()) if entry.problem == problem), {}))
+            for problem, each in near.items()
+        }
         there = database_exists(settings.db)
         with TuningDB.open(settings.db, read_only=True) if there else TuningDB.open(":memory:") as db:
             both = WithShipped(db, kernel, arch, entries, set(served)) if losses else None
@@ -114,12 +117,6 @@ def choices(
             measured = known[problem] if each.is_own else {}
             found.append(Case(problem=problem, arch=arch, served=each, measured=measured, estimated=estimated))
     return found
-
-
-def _timed_in(near: Any, problem: Problem) -> dict[Schedule, float]:
-    """What a problem's own entries say: its winner, ties and runner-up."""
-    own = [losses for entry, losses in (near.namers if near else ()) if entry.problem == problem]
-    return dict(own[0]) if own else {}
 
 
 def _timed_beside(served: Served, problem: Problem, rows: Sequence[Any]) -> dict[Schedule, float]:
