@@ -20,7 +20,6 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Conditions
 from tiledsched.serve.chain import Served
 from tiledsched.store.records import Entry
@@ -275,14 +274,6 @@ def test_places_that_cannot_be_edited_are_named(scale, old, new, message):
         assert "def scale_schedule" in Patch(baked(kernel)).after
 
 
-def test_a_kernel_of_several_functions_has_a_module_only():
-    kernel = load_kernel("matmul")
-    problems = [kernel.problem(m=4096, n=4096, k=k) for k in (64, 4100)]
-    cases = [case(each, space_for("sm_90", kernel).default(each)) for each in problems]
-    with pytest.raises(ConfigError, match=r"neither to ct\.launch"):
-        Patch(Baking(kernel, cases, ""))
-
-
 def test_the_command_writes_and_checks(home, cli):
     words = ["bake", "rms_norm", "--arch", "sm_90", "--max-leaves", "4", "-o", "rms.py"]
     said = cli(words).out
@@ -294,7 +285,7 @@ def test_the_command_writes_and_checks(home, cli):
     Path("rms.py").write_text(text.replace("return 0", "return 1").replace("(0 if", "(1 if"), encoding="utf-8")
     assert cli([*words, "--check"], code=1).out.endswith("\nrms.py is not what the table says; bake it again\n")
     assert text == cli(words[:-2]).out
-    assert "runs rms_norm and rms_norm_residual" in cli([*words[:-1], "rms.patch"], code=2).err
+    assert "of one `function`" in cli([*words[:-1], "rms.patch"], code=2).err
     assert "ends in .py" in cli([*words[:-1], "rms.txt"], code=2).err
     assert "nothing was measured" in cli(["bake", "rms_norm", "--arch", "sm_120"], code=2).err
 
