@@ -12,8 +12,8 @@ class _Schedule(dict):  # knobs are keys and attributes; where a search stood, t
 
 
 _RMS_NORM = [_Schedule(zip(('HOLD', 'TILE_COLUMNS', 'loads', 'num_worker_warps', 'occupancy'), row),
-    PERSISTENT=False, TILE_ROWS=1) for row in [(True,1024,'plain',8,0), (True,16384,'plain',8,2),
-    (False,8192,'gather',8,2), (True,512,'gather',4,0)]]
+    PERSISTENT=False, TILE_ROWS=1) for row in [(True,1024,'plain',8,0,), (True,16384,'plain',8,2,),
+    (False,8192,'gather',8,2,), (True,512,'gather',4,0,)]]
 
 
 def _rms_norm_number(residual, rows):

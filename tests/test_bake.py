@@ -14,12 +14,13 @@ from served_entries import SUMMARY
 
 from tiledsched.bake.baking import Baking, Case, _timed_beside, choices
 from tiledsched.bake.patch import Patch
-from tiledsched.bake.text import left_open
+from tiledsched.bake.text import left_open, source
 from tiledsched.bake.tree import NEVER, between, grow
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Conditions
 from tiledsched.serve.chain import Served
 from tiledsched.store.records import Entry
@@ -175,7 +176,7 @@ def test_a_tree_is_exact_or_as_small_as_asked_and_never_leads_where_nothing_runs
     assert [between(16, 512), between(3000, 4000), between(5, 6), between(0, 1)] == [128, 3464, 5, 0]
 
 
-@pytest.mark.parametrize(("name", "most"), [("matmul", 90), ("rms_norm", 45)])
+@pytest.mark.parametrize(("name", "most"), [("matmul", 95), ("rms_norm", 45)])
 def test_what_ships_is_chosen_on_every_problem_within_a_microsecond(name, most):
     kernel = load_kernel(name)
     cases = choices(kernel, ["sm_90"], [], Settings(), losses=False)
@@ -200,6 +201,36 @@ def test_few_leaves_say_what_they_lose():
     assert all(each.measured[each.served.schedule] == 0 for each in cases)
     with pytest.raises(ValueError, match="bake again"):
         chooser(baking)(rows=8, columns=1 << 30, residual=False)
+
+
+def test_values_are_written_as_they_are():
+    words = [
+        Schedule(word="a b " * 40, none="None", rate="0.5", fixed="c d", flag=True),
+        Schedule(word="e", none="None", rate="1.5", fixed="c d", flag=True),
+    ]
+    tree = grow([{"m": 1}, {"m": 2}], numpy.array([[0.0, 1.0], [1.0, 0.0]]))
+    namespace: dict = {}
+    exec(source("f", tree, words, {}, {"m"}, ["said"]), namespace)
+    assert namespace["f_schedule"](m=1) == {
+        "word": "a b " * 40,
+        "none": None,
+        "rate": 0.5,
+        "fixed": "c d",
+        "flag": True,
+    }
+    assert namespace["f_schedule"](m=2).rate == 1.5
+
+
+def test_leaves_that_are_too_few_are_an_error():
+    kernel = load_kernel("rms_norm")
+    problems = [kernel.problem(rows=8, columns=each) for each in (8, 4096)]
+    one, other = (space_for("sm_90", kernel).default(each) for each in problems)
+    cases = [case(problems[0], one), case(problems[1], other)]
+    assert len(Baking(kernel, cases, "", 2).tree.leaves()) == 2
+    with pytest.raises(ConfigError, match="allow more leaves"):
+        Baking(kernel, cases, "", 1)
+    with pytest.raises(ConfigError, match="tell apart"):
+        Baking(kernel, [case(problems[0], each) for each in (one, other)], "")
 
 
 def test_what_is_left_of_a_condition():

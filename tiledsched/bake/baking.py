@@ -141,6 +141,9 @@ class Baking:
         cases: the problems, with what schedules lose there.
         command: the words that bake it again.
         max_leaves: None for the table's choice in every case.
+
+    Raises:
+        ConfigError: so many leaves are too few.
     """
 
     def __init__(self, kernel: KernelClass, cases: Sequence[Case], command: str, max_leaves: int | None = None) -> None:
@@ -156,6 +159,11 @@ class Baking:
         lost = [[each.loss(one) for one in self.schedules] for each in cases]
         wrong = [[float(one != each.served.schedule) for one in self.schedules] for each in cases]
         self.tree: Tree = grow(self.names, numpy.array(wrong if self._exact else lost), max_leaves)
+        if self.tree.loss >= (1.0 if self._exact else NEVER):
+            raise ConfigError(
+                "some leaf has problems with no schedule in common, or that sizes and words do not tell apart; allow more leaves, or "
+                "name fewer problems with -p"
+            )
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kernel.name.rpartition(":")[2])
         self.name = re.sub(r"\W", "_", words).lower().strip("_")
         """What the names of the source begin with."""
