@@ -305,7 +305,8 @@ def test_places_that_cannot_be_edited_are_named(scale, old, new, message):
         assert "def scale_schedule" in Patch(baked(kernel)).after
 
 
-def test_the_command_writes_and_checks(home, cli):
+def test_the_command_writes_and_checks(home, cli, monkeypatch):
+    monkeypatch.chdir(home)
     words = ["bake", "rms_norm", "--arch", "sm_90", "--max-leaves", "4", "-o", "rms.py"]
     said = cli(words).out
     assert said.startswith("4 leaves, 4 schedules, 14 problems. Than with the table's choices,")

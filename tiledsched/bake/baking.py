@@ -161,8 +161,8 @@ class Baking:
         self.tree: Tree = grow(self.names, numpy.array(wrong if self._exact else lost), max_leaves)
         if self.tree.loss >= (1.0 if self._exact else NEVER):
             raise ConfigError(
-                "some leaf has problems with no schedule in common, or that sizes and words do not tell apart; allow more leaves, "
-                "or name fewer problems with -p"
+                "some leaf has problems with no schedule in common, or that sizes and words do not tell apart; allow more "
+                "leaves, or name fewer problems with -p"
             )
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kernel.name.rpartition(":")[2])
         self.name = re.sub(r"\W", "_", words).lower().strip("_")
