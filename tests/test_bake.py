@@ -219,6 +219,8 @@ def test_values_are_written_as_they_are():
         "flag": True,
     }
     assert namespace["f_schedule"](m=2).rate == 1.5
+    exec(source("f", grow([{"m": 1}], numpy.array([[1.0, 0.0]])), words, {}, {"m"}, []), namespace)
+    assert namespace["f_schedule"]() == dict(words[1], none=None, rate=1.5)
 
 
 def test_leaves_that_are_too_few_are_an_error():

@@ -55,7 +55,7 @@ def source(
     knobs = {knob: [_literal(schedules[each][knob]) for each in used] for knob in schedules[used[0]]}
     varying = [knob for knob, values in knobs.items() if len(set(values)) > 1]
     same = "".join(f", {knob}={values[0]}" for knob, values in knobs.items() if knob not in varying)
-    rows = [f"({','.join(knobs[knob][place] for knob in varying)},)" for place in range(len(used))]
+    rows = [f"({''.join(f'{knobs[knob][place]},' for knob in varying)})" for place in range(len(used))]
     table, numbers = f"_{name.upper()}", {each: place for place, each in enumerate(used)}
     asked, checked = names_in(*(each.question for each in tree.nodes())), names_in(*needs)
     taken = sorted(f"{each}=None" if each not in asked | checked else each for each in facts)
