@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
+import subprocess
 import timeit
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,3 +363,36 @@ def test_only_times_beside_the_choices_own_count():
     rows = [*others, row(slow, 20.0), row(fast, 10.0), row(slow, 30.0)]
     assert _timed_beside(served, problem, rows) == {fast: 0.0, slow: math.log(2)}
     assert _timed_beside(served, problem, rows[:3]) == {}
+
+
+SILU = """
+import sys, types
+sys.modules["tiledsched"] = None
+import cuda.tile as ct
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(current_stream=lambda: 0)
+namespace = {"__name__": "silu"}
+exec(open("silu.py", encoding="utf-8").read(), namespace)
+for size in (1 << 20, 1 << 26):
+    x = types.SimpleNamespace(shape=(size,), dtype="torch.float16")
+    print(sorted(namespace["best_tile"](x, x).config.items()))
+"""
+
+
+def test_a_search_that_was_remembered_is_baked(home, cli, python, monkeypatch):
+    monkeypatch.chdir(home)
+    shutil.copy(Path(__file__).parent.parent / "docs/examples/silu.py", home)
+    cli(["db", "import", "sample"])
+    words = ["bake", "silu.py:silu", "--arch", "sm_90"]
+    said = cli([*words, "-o", "silu.patch"]).out
+    assert said.startswith("2 leaves, 2 schedules, 3 problems: for each of them what the table chooses.\n")
+    patched = [each for each in Path("silu.patch").read_text(encoding="utf-8").splitlines() if "+++" not in each]
+    assert "+    return silu_schedule(Out=out, X=x).best" in patched
+    assert "-from tiledsched import exhaustive_search" in patched
+    assert "silu.py is not what the table says" in cli([*words, "--check"], code=1).out
+    subprocess.run(["patch", "-p1", "-i", "silu.patch"], check=True, capture_output=True)
+    assert cli([*words, "--check"]).out == "silu.py is what the table says\n"
+    assert python(SILU).out.splitlines() == [
+        "[('num_worker_warps', 8), ('occupancy', 2), ('tile', 1024)]",
+        "[('num_worker_warps', 4), ('occupancy', 2), ('tile', 1024)]",
+    ]
