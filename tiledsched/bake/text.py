@@ -65,7 +65,10 @@ def source(
     lines += [f"for each in {table}:", *_wrapped(f"    each.update(kernel={kernel})")] if kernel else []
     lines += ["", "", f"def {number}:", *_returns(tree, numbers), "", ""]
     lines += [*_wrapped(f"def {name}_schedule(*, {', '.join(taken)}):"), f"    number = {number}"]
-    unmet = [f"number in {sorted(numbers[each] for each in of)} and not ({text})" for text, of in sorted(needs.items())]
+    unmet = [
+        f"number in {sorted(numbers[each] for each in of)} and " * (len(of) < len(used)) + f"not ({text})"
+        for text, of in sorted(needs.items())
+    ]
     if unmet:
         lines += [*_wrapped(f"    if ({' or '.join(unmet)}):"), f"        raise ValueError({UNFIT!r})"]
     comments = [textwrap.fill(each, WIDTH, initial_indent="# ", subsequent_indent="# ") for each in comment if each]
