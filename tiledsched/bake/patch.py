@@ -55,7 +55,9 @@ class Patch:
         done, searches = _calls(tree, self._chooser), _calls(tree, SEARCH, self._function)
         for call in searches:
             self._replace(call, self._chosen(call))
-        for call in _calls(tree, "launch", self._function):
+        for call in (
+            () if baking.kernel.is_called else _calls(tree, "launch", self._function)
+        ):  # a search has its own launch
             around = [each for each in outers if call in ast.walk(each)]
             if around and not _calls(around[-1], self._chooser):
                 self._edit_launch(around[-1], call)
