@@ -253,6 +253,8 @@ def replayed(
             for one, wanted in zip(outputs, right[place % 2], strict=True):
                 wrong.add_((bits(torch, one) != bits(torch, wanted)).any())
 
+    burst()  # loads what a capture may not load
+    torch.cuda.synchronize()
     begun, done = time.monotonic(), 0
     if graph:
         captured = torch.cuda.CUDAGraph()

@@ -8,7 +8,6 @@ process to end with; `measure.gpu` starts it.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import math
@@ -16,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,14 +37,13 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
-from tiledsched.measure.arrays import Launch, Packed, ProblemArrays, address
+from tiledsched.measure.arrays import Launch, Packed, ProblemArrays
+from tiledsched.measure.dependent import launch_dependent
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
 from tiledsched.measure.runner import Batch, Checked, Device, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
 
 FLUSH_TIMES_L2 = 2
-SERIALIZATION = 6
-"""CUDA's number of the attribute "programmatic stream serialization" of a launch."""
 SPIN_US = 300.0
 ATTEMPTS = 4
 """At a sample that the host is not to slow: it is busy with other things now and then."""
@@ -114,25 +111,6 @@ class State:
                 launch_dependent(function.kernel.ptr, step.grid, packed, self.stream.ptr)
             else:
                 function(step.grid, (1, 1, 1), packed)
-
-
-def launch_dependent(function: int, grid: tuple[int, int, int], arguments: Sequence[Any], stream: int) -> None:
-    """Queue a launch that may begin before the one ahead of it has ended, which CuPy cannot say.
-
-    Args:
-        function: the driver's handle.
-        grid: blocks.
-        arguments: arrays and numbers, as :func:`tiledsched.measure.arrays.pack` makes them.
-        stream: the driver's handle.
-    """
-    numbers = (each if isinstance(each, numpy.generic) else numpy.uint64(address(each)) for each in arguments)
-    values = [numpy.asarray(each) for each in numbers]
-    places = (ctypes.c_void_p * len(values))(*[each.ctypes.data for each in values])
-    attribute = ctypes.create_string_buffer(struct.pack("i4xi60x", SERIALIZATION, 1), 72)  # CUlaunchAttribute
-    config = struct.pack("7I4x2PI4x", *grid, 1, 1, 1, 0, stream, ctypes.addressof(attribute), 1)  # CUlaunchConfig
-    failure = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx(config, ctypes.c_void_p(function), places, None)
-    if failure:
-        raise cupy.cuda.driver.CUDADriverError(failure)
 
 
 def start(state: State) -> tuple[Device, tuple[str, str]]:
