@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import types
+import weakref
 from pathlib import Path
 
 import numpy
@@ -71,6 +72,8 @@ class Gpu:
         self.pristine: dict = {}
         """What arrays that are changed in place held at the first timed launch."""
         self.rng = random.Random(0)
+        self.is_cold = False
+        """Whether the cache was emptied since the last launch."""
         self.captured: list | None = None
         """Launches of the graph under capture."""
 
@@ -161,9 +164,11 @@ class RawModule:
         what = self.script.get(gpu.verb, "")
         gpu.act(what)
         gpu.now_us += self.script["us"] * (1 + self.script["noise"] * gpu.rng.random())
+        gpu.now_us += gpu.is_cold * self.script.get("cold_us", 0.0)
+        gpu.is_cold = False
         if gpu.verb in ("probe", "sample"):
             change_in_place(arguments)
-        if gpu.verb != "check":
+        if gpu.verb not in ("check", "rows"):
             return
         step = gpu.launch.steps[gpu.step]
         assert grid == step.grid
@@ -266,8 +271,52 @@ class RawKernel:
         gpu.now_us += 300.0
 
 
+class Flush(numpy.ndarray):
+    """What is filled to empty the cache."""
+
+    def fill(self, value: int) -> None:
+        gpu.is_cold = True
+
+
 class MemoryPool:
-    def free_all_blocks(self) -> None: ...
+    """Counts what `cupy.zeros` gives: all that was in use at once since it was last emptied."""
+
+    limit = live = held = 0
+
+    def zeros(self, shape, dtype=float):
+        array = numpy.zeros(shape, dtype)
+        MemoryPool.live += array.nbytes
+        if self.limit and self.live > self.limit:
+            MemoryPool.live -= array.nbytes
+            raise OutOfMemoryError(f"Out of memory allocating {array.nbytes:,} bytes (limit {self.limit:,})")
+        weakref.finalize(array, self.free, array.nbytes)
+        MemoryPool.held = max(self.held, self.live)
+        return array
+
+    def free(self, size: int) -> None:
+        MemoryPool.live -= size
+
+    def free_all_blocks(self) -> None:
+        MemoryPool.held = self.live
+
+    def set_limit(self, size: int) -> None:
+        MemoryPool.limit = size
+
+    def total_bytes(self) -> int:
+        return self.held
+
+
+class Memory:
+    """Memory outside of the pool."""
+
+    taken = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        Memory.taken += size
+
+    def __del__(self) -> None:
+        Memory.taken -= self.size
 
 
 def fake_cupy(mode: str) -> types.ModuleType:
@@ -280,7 +329,10 @@ def fake_cupy(mode: str) -> types.ModuleType:
 
     cupy = types.ModuleType("cupy")
     cupy.__getattr__ = lambda name: getattr(numpy, name)  # type: ignore[method-assign]
-    cupy.empty = lambda shape, dtype: numpy.empty(min(shape, 64) if isinstance(shape, int) else shape, dtype=dtype)
+    cupy.empty = lambda shape, dtype: numpy.empty(min(shape, 64) if isinstance(shape, int) else shape, dtype).view(
+        Flush
+    )
+    cupy.zeros = MemoryPool().zeros
     cupy.RawModule, cupy.RawKernel = RawModule, RawKernel
     cupy.get_default_memory_pool = MemoryPool
     properties = {
@@ -294,10 +346,12 @@ def fake_cupy(mode: str) -> types.ModuleType:
     runtime = types.SimpleNamespace(
         getDevice=count_devices, getDeviceProperties=lambda device: properties, driverGetVersion=lambda: 13000
     )
+    runtime.memGetInfo = lambda: ((1 << 30) - Memory.taken - MemoryPool.held, 1 << 30)
     cupy.cuda = types.SimpleNamespace(
         Stream=Stream,
         Event=Event,
         Device=Device,
+        Memory=Memory,
         runtime=runtime,
         get_elapsed_time=lambda before, after: (after.at_us - before.at_us) / 1e3,
     )
@@ -358,7 +412,9 @@ def main(mode: str, descriptor: str, folder: str, parent: str) -> None:
                 if gpu.problem.values.get("head_dim") == 250:  # the one this GPU cannot hold
                     gpu.act("memory")
                 gpu.pristine = {}
-            if verb in ("probe", "check", "sample"):
+            if verb == "rows":
+                gpu.kernel, gpu.problem = load_kernel(arguments[0]), arguments[1]
+            if verb in ("probe", "check", "sample", "rows"):
                 gpu.launch, gpu.step = next(each for each in arguments if isinstance(each, Launch)), 0
             return act(state, *arguments)
 

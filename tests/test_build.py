@@ -221,6 +221,10 @@ ELSEWHERE = {
         DECODE.replace(heads=14),
         {"tile_m": 16, "pack_gqa": True, "kv_splits": 16, "kv_combine": "launch", "column_parts": 2},
     ),
+    "split, combined in order": (
+        DECODE.replace(heads=14),
+        {"tile_m": 16, "pack_gqa": True, "kv_splits": 2, "kv_combine": "in_order"},
+    ),
     "wide": (PROBLEM.replace(seq_k=1 << 20, seq_q=1 << 20, batch=64), {}),
     "wide, lse": (
         PROBLEM.replace(seq_k=1 << 20, seq_q=1 << 20, batch=64, lse=True),

@@ -205,7 +205,7 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
         ("tune --arch sm_90 -p S=1024,D=64,dtype=float8", "must be one of float16, bfloat16"),
         (
             "tune --effort fast",
-            "'fast' is not one of 'race', 'quick', 'default', 'thorough'; see tiledsched tune --help",
+            "'fast' is not one of 'served', 'race', 'quick', 'default', 'thorough'; see tiledsched tune --help",
         ),
         ("tune --trials 0", "0 is not in the range x>=1; see tiledsched tune --help"),
         ("tune --trials", "requires an argument; see tiledsched tune --help"),

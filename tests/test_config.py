@@ -152,7 +152,7 @@ def test_the_documentation_lists_every_setting_and_every_other_variable() -> Non
     assert set(documented()) == set(SETTINGS)
     for name, allowed in SETTINGS.items():
         if isinstance(allowed, tuple):
-            assert re.findall(r"`(\w+)`", documented()[name].split(":")[0]) == list(allowed), name
+            assert re.findall(r"`([\w-]+)`", documented()[name].split(":")[0]) == list(allowed), name
     private = {"TILEDSCHED_WORKER_KEY", "TILEDSCHED_TEST_POSTGRESQL"}
     assert [name for name in config.OTHER_VARIABLES if name not in private and f"`{name}`" not in SERVING] == []
 

@@ -54,6 +54,18 @@ def test_rows(rows, columns) -> None:
         assert_near(ts.geglu(*both.chunk(2, -1), approximate=approximate), wanted)
 
 
+@pytest.mark.parametrize("name", ["matmul", "softmax", "rms_norm"])
+def test_rows_have_the_same_bits_in_every_batch(name) -> None:
+    x, weight = normal(700, 4096), normal(4096, 512) if name == "matmul" else normal(4096)
+    call = ts.softmax if name == "softmax" else lambda x: getattr(ts, name)(x, weight)
+    with ts.batch_invariant():
+        every, compiled = call(x), torch.compile(call)
+        for rows in (1, 2, 17, 65, 512):
+            part = x[:rows].contiguous()
+            for each in (call(part), compiled(part), replayed(lambda part=part: call(part))):
+                assert torch.equal(each.view(torch.int16), every[:rows].view(torch.int16))
+
+
 NORMS = {
     "rms_norm": (lambda x, w, r: ts.rms_norm(x, w), lambda x, w, r: F.rms_norm(x, w.shape, w, 1e-5)),
     "residual": (

@@ -11,6 +11,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 import op_kernels as kernels
 from on_gpu import captured
+from serve_on_cpu import changed
+from test_deploy import serving
 
 import tiledsched as ts
 from tiledsched.core.errors import ProblemError
@@ -156,3 +158,26 @@ def test_what_a_call_costs_the_host() -> None:
     for each in costs.values():
         print(f"\n{each.method:20} {each.median_us:7.2f} us median {each.p90_us:7.2f} us p90", end="")
     assert costs["op"].median_us < 3 * costs["bare launch"].median_us + 10
+
+
+def test_a_graph_holds_the_winner_in_graphs() -> None:
+    x, grids, runtime = torch.arange(100.0, device="cuda"), [], process.runtime
+
+    def launch(stream, grid, kernel, arguments, real=runtime.launch):
+        grids.append(grid[0])
+        return real(stream, grid, kernel, arguments)
+
+    with changed(launch=launch, load_table=runtime.load_table):
+        serving(runtime, kernels.Total, kernels.Total.problem(size=100), burst=32, graph=64)
+        want = total(x)[0].clone()
+        assert grids == [2, 1, 4, 1]
+        graph, out = captured(lambda: total(x))
+        assert grids[-2:] == [2, 1]
+        for _ in range(3):
+            x.add_(1)
+            want += 100
+            graph.replay()
+            torch.testing.assert_close(out[0], want)
+        assert torch.equal(total(x)[0], out[0])
+        assert grids[-2:] == [4, 1]
+    process.forget_kernels()

@@ -55,6 +55,8 @@ CASES = [
     (RIGHT, {"kv_splits": 4, "kv_combine": "launch", "q_subtiles": 2}),
     (LONG, {"tile_n": 128, "pack_gqa": True, "kv_splits": 16, "kv_combine": "launch", "latency_k": 4}),
     (LONG, {"tile_n": 64, "pack_gqa": True, "kv_splits": 8, "kv_combine": "launch", "occupancy": 2}),
+    (LONG, {"tile_n": 128, "pack_gqa": True, "kv_splits": 2, "kv_combine": "in_order", "occupancy": 2}),
+    (DECODE.replace(head_dim=96, heads=2), {"kv_splits": 4, "kv_combine": "in_order"}),
 ]
 
 
@@ -155,6 +157,18 @@ def test_shares_stay_whole_under_load() -> None:
         wrong += (launcher.launch() != first).sum()
     assert int(wrong) == 0
     assert not launcher.extras["Counters"].any()
+
+
+def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
+    """With shares of the keys of a fixed size."""
+    several = LONG.replace(seq_q=1, batch=5, seq_k=5000)
+    schedule = schedule_for(several, {"pack_gqa": True, "kv_splits": 4, "kv_combine": "in_order"})
+    inputs = tensors(several)
+    together = Launcher(several, schedule, *inputs).launch().clone()
+    for first, batch in ((0, 1), (3, 1), (1, 3)):
+        part = [each[first : first + batch].contiguous() for each in inputs]
+        alone = Launcher(several.replace(batch=batch), schedule, *part).launch()
+        assert torch.equal(alone, together[first : first + batch])
 
 
 def test_a_graph_replays_a_split_launch() -> None:

@@ -415,3 +415,14 @@ def test_that_it_is_not_told_who_runs_is_said_once(make_runner, caplog):
         assert runner.sample([candidate(100.0)], rounds=2, regime="burst")[0].conditions.concurrent_pids is None
     (message,) = caplog.messages
     assert "has the GPU open, and NVML does not tell here whether it runs" in message
+
+
+def test_rows_have_the_bits_of_the_first_rows_of_more(runner):
+    few, more = PROBLEM, PROBLEM.replace(batch=3)
+    first = runner.rows(candidate(), few, more, [few])
+    both = runner.rows(candidate(), more, more, [few, more])
+    assert (both[:1], both[0] == both[1]) == (first, False)
+    other = runner.rows(candidate(rows="other-bits"), few, more, [few])
+    assert other not in (first, runner.rows(candidate(), few, few, [few]))
+    assert runner.rows(candidate(rows="launch"), few, more, [few]).kind is FailureKind.LAUNCH_FAILURE
+    assert_usable(runner)

@@ -224,6 +224,10 @@ def test_what_cannot_be_captured_is_told(process) -> None:
 
     (found,) = process.race({"torch": add}, "sustained", rounds=6)
     assert (found.failure, found.capturable) == ("", False)
+    for regime in ("graph", "graph-cold"):  # where it would have to be
+        mine, other = process.race({"torch": add, "other": lambda X, Y: X + Y}, regime, rounds=6)
+        assert (mine.failure, mine.ratio, other.failure) == ("a CUDA graph cannot hold it", None, "")
+        assert (other.samples, other.capturable) == (6, True)
 
 
 def test_rivals_of_what_works_in_place_work_on_copies(process) -> None:
@@ -255,8 +259,10 @@ def races():
 
 
 def test_the_process_is_started_once_and_failures_cost_one_problem(races, caplog) -> None:
-    _, timer = races("fake_worker.py", "rivals")
+    runner, timer = races("fake_worker.py", "rivals")
+    runner.beside_gib = 0.25
     assert [each.ratio for each in timer.race(PROBLEM, candidate(100.0))] == [0.9]
+    assert timer._rivals.beside_gib == 0.0  # ours holds what is taken
     timer.race(PROBLEM, candidate(100.0))
     assert timer.versions(PROBLEM) == {"one": "start begin meet load rivals meet rivals versions"}
     odd = PROBLEM.replace(seq_q=41)

@@ -32,7 +32,7 @@ FLOORS = (
     {"serve"},
     {"tuning", "ops", "report"},
     {"remember"},
-    {"studies", "fleet"},
+    {"studies", "fleet", "bake"},
     {"doctor"},
     {"cli"},
 )

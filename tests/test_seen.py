@@ -191,7 +191,7 @@ def made_up(rng) -> tuple[SeenProblem, Served, float]:
     )
     taken = (0.0 if searched else ASSUMED_LOSSES["measured"]) if measured else loss
     seen = seen_problem(problem, calls)
-    found = worth_of(seen, SimpleNamespace(resolve=lambda *given: served))
+    found = worth_of(seen, SimpleNamespace(resolve=lambda *given: served, regime="burst"))
     now = (us if measured else found.us) * (rival or 1.0)
     ours = us / (1 + taken) if measured else now / (1 + RIVAL_LOSS) if rival else found.us / (1 + taken)
     best = min(now, ours)
@@ -202,7 +202,7 @@ def test_problems_are_ranked_by_what_tuning_would_win():
     rng = random.Random(0)
     cases = [made_up(rng) for _ in range(60)]
     served = {seen.problem: its for seen, its, _ in cases}
-    table = SimpleNamespace(resolve=lambda problem, arch, device: served[problem])
+    table = SimpleNamespace(resolve=lambda problem, arch, device: served[problem], regime="burst")
     found = rank([seen for seen, _, _ in cases], lambda kernel: table)
     by_hand = {seen.problem: win for seen, _, win in cases}
     wins = [by_hand[each.seen.problem] for each in found]

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import tiledsched as ts
 from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.core.registry import shipped_functions
 from tiledsched.core.rivals import Arrays
 from tiledsched.kernels.rms_norm_backward import RmsNormBackward
 from tiledsched.kernels.rope import front
@@ -34,6 +35,20 @@ def test_layer_norm_is_torchs(weight, bias):
     x, w, b = made(2, 5, 72), made(72, seed=1) if weight else None, made(72, seed=2) if bias else None
     torch.testing.assert_close(ts.layer_norm(x, w, b, 1e-3), functional.layer_norm(x, (72,), w, b, 1e-3), **CLOSE)
     torch.testing.assert_close(ts.layer_norm(x.half()), functional.layer_norm(x.half(), (72,)), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", sorted(shipped_functions()))
+def test_what_is_no_tensor_is_named(name):
+    """Each argument that must be a tensor in turn, while the others are."""
+    function, x = getattr(ts, name), made(16, 16)
+    kinds = {each: kind for each, kind in function.__annotations__.items() if kind.startswith("Tensor")}
+    kinds.pop("return", None)
+    for place, kind in kinds.items():
+        for wrong in ([1.0], np.zeros((16, 16)), *([] if "None" in kind else [None])):
+            with pytest.raises(ProblemError, match=f"^{place} must be a torch.Tensor, got {type(wrong).__name__}$"):
+                function(**{each: x for each, kind in kinds.items() if "None" not in kind} | {place: wrong})
+    with pytest.raises(TypeError, match=r"missing|unexpected"):
+        function(nothing=x)
 
 
 UNITS = {

@@ -468,6 +468,12 @@ def test_each_program_is_built_once_and_a_second_time_nothing_is(tmp_path, pool)
     assert counts(pool.prepare(tmp_path / "b.zip", entries)) == (2, 0, 2)
 
 
+def test_the_program_that_a_captured_graph_holds_is_built_too(tmp_path, pool) -> None:
+    entries = [entry(provenance="measured"), entry(schedule=HINTED, provenance="measured", regime="graph")]
+    made = pool.prepare(tmp_path / "b.zip", entries)
+    assert (made.problems, counts(made)) == (1, (2, 2, 0))
+
+
 @pytest.mark.parametrize(("source_hash", "reused"), [(Attention.source_hash(), 1), ("0" * 12, 0)])
 def test_machine_code_is_used_again_only_where_the_kernel_is_the_same(tmp_path, pool, source_hash, reused) -> None:
     store, known = ProgramStore(), artifact("ab" * 12, ARCH)

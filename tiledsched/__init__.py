@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from tiledsched.remember.search import exhaustive_search as exhaustive_search
     from tiledsched.serve.capture import capture as capture
     from tiledsched.serve.op import op as op
+    from tiledsched.serve.process import batch_invariant as batch_invariant
     from tiledsched.serve.ranks import check_ranks as check_ranks
     from tiledsched.tuning.session import check as check
     from tiledsched.tuning.session import tune as tune
@@ -76,6 +77,7 @@ _HOMES = {
         "remember.search": "exhaustive_search",
         "serve.capture": "capture",
         "serve.op": "op",
+        "serve.process": "batch_invariant",
         "serve.ranks": "check_ranks",
         "tuning.session": "check tune",
     }.items()

@@ -26,6 +26,7 @@ MORE = {
     "refresh": "[with another compiler](choosing.md#with-another-compiler)",
     "show": "[layers](database.md#layers), [landscapes](database.md#landscapes)",
     "explain": "[how a schedule is chosen](choosing.md)",
+    "compare": "[a check for pull requests](gate.md)",
     "report": "[read the report](report.md)",
     "bench": "[suites, methods and columns](bench.md)",
     "study ablation": "[columns of its file](bench.md#the-ablation)",

@@ -449,12 +449,12 @@ def _generated(each: OptionSpec, heading: str) -> Callable[[Decorated], Decorate
     kind: Any = each.type
     if each.choices:
         kind = click.Choice(each.choices)
-    elif each.type is int and each.minimum is not None:
-        kind = click.IntRange(each.minimum)
     elif each.is_file:
         kind = FILE
     elif each.metavar == "SECONDS":
         kind = Seconds()
+    elif each.minimum is not None:
+        kind = (click.IntRange if each.type is int else click.FloatRange)(each.minimum)
     usual = each.default_help or (f"{each.default:g}" if each.type is float else each.default)
     return option(
         each.flag,

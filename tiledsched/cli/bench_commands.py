@@ -27,7 +27,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note
 from tiledsched.cli.problems import named_problems
-from tiledsched.cli.result_commands import REGIMES
+from tiledsched.cli.result_commands import LAUNCHED_REGIME
 from tiledsched.cli.served_output import print_ablation, print_bench
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import KernelClass, Problem
@@ -48,7 +48,7 @@ rounds_option = option(
     help="samples of a quick method; slow ones get fewer (default: 30)",
 )
 regime_option = option(
-    "--regime", type=REGIMES, default="burst", help="at full clocks, or at the power cap (default: burst)"
+    "--regime", type=LAUNCHED_REGIME, default="burst", help="at full clocks, or at the power cap (default: burst)"
 )
 budget_option = option(
     "--budget",
@@ -287,7 +287,7 @@ def ladder(
 )
 @option(
     "--regime",
-    type=REGIMES,
+    type=LAUNCHED_REGIME,
     help="at full clocks, or at the power cap (default: burst; with --replay, the recorded one)",
 )
 @rounds_option

@@ -6,6 +6,7 @@ import click
 
 from tiledsched import __version__
 from tiledsched.cli import (
+    bake_commands,
     bench_commands,
     db_commands,
     fleet_commands,
@@ -42,7 +43,7 @@ root = CommandGroup(
             result_commands.compare,
         ],
         "Compare with other implementations": [bench_commands.bench, bench_commands.study],
-        "Use them": [machine_commands.warmup, machine_commands.doctor, machine_commands.trust_file],
+        "Use them": [bake_commands.bake, machine_commands.warmup, machine_commands.doctor, machine_commands.trust_file],
         "Many GPUs and hosts": [fleet_commands.fleet],
         "Database": [db_commands.db],
     },

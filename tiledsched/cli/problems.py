@@ -12,6 +12,7 @@ from tiledsched.core import blame, labels
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem_lists import problems_of
 
 FLAGS = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -19,14 +20,18 @@ MOST_PROBLEMS = 10_000
 """Problems that the values of one `-p` may name."""
 
 
-def named_problems(kernel: KernelClass, named: Sequence[str], suites: str | None = None) -> list[Problem]:
+def named_problems(
+    kernel: KernelClass, named: Sequence[str], suites: str | None = None, *, every_batch: bool = False
+) -> list[Problem]:
     """The problems that `--problem` and `--suite` name, or where neither names any, the kernel's default ones.
+
+    With `every_batch`, a problem may be named without its batch; see :func:`tiledsched.core.problem_lists.problems_of`.
 
     Raises:
         ConfigError: a key, a value or a suite that the kernel does not have, or nothing is named and nothing declared.
         ProblemError: values that do not go together.
     """
-    found = [problem for text in named for problem in read_problems(kernel, text)]
+    found = [problem for text in named for problem in read_problems(kernel, text, every_batch=every_batch)]
     found += [problem for name in (suites or "").split(",") if name.strip() for problem in kernel.suite(name.strip())]
     found = found or kernel.default_problems()
     if not found:
@@ -36,7 +41,7 @@ def named_problems(kernel: KernelClass, named: Sequence[str], suites: str | None
     return list(dict.fromkeys(found))
 
 
-def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
+def read_problems(kernel: KernelClass, text: str, *, every_batch: bool = False) -> list[Problem]:
     """Every combination of the values in `rows=4096,columns=4096:8192,dtype=bfloat16`; or a problem as it is printed.
 
     A key is a field, or a short name of the kernel's label. A short name means all its dims, or, where slashes part the
@@ -53,10 +58,8 @@ def read_problems(kernel: KernelClass, text: str) -> list[Problem]:
             f"these values name {count:,} problems, and at most {MOST_PROBLEMS:,} are taken; name fewer values"
         )
     fields = list(itertools.chain(*values))
-    return [
-        kernel.problem(**dict(zip(fields, itertools.chain(*chosen), strict=True)))
-        for chosen in itertools.product(*values.values())
-    ]
+    cases = [dict(zip(fields, itertools.chain(*chosen), strict=True)) for chosen in itertools.product(*values.values())]
+    return problems_of(kernel, cases, every_batch=every_batch)
 
 
 def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tuple[Any, ...]]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from tiledsched.cli import seen_flag, served_output
 from tiledsched.cli.app import (
+    FILE,
     FOLDER,
     USUAL_ARCH,
     CommaList,
@@ -29,8 +30,11 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core import blame, errors, registry, text
+from tiledsched.core.config import INVARIANT
+from tiledsched.core.files import write_whole
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.nvml import UNNAMED
+from tiledsched.measure.runner import LAUNCHED, REGIMES
 from tiledsched.store.captured_calls import clear_seen
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
@@ -40,9 +44,9 @@ if TYPE_CHECKING:
 
 MOST_ENTRIES = 20
 """So many entries are listed without a filter where no GPU is here; of more there is a summary."""
-REGIMES = click.Choice(["burst", "sustained"])
+LAUNCHED_REGIME = click.Choice(LAUNCHED)
 only_arch = arch_option("only this arch, e.g. sm_90 or h200")
-only_regime = option("--regime", type=REGIMES, help="only what was measured in it (default: both)")
+only_regime = option("--regime", type=click.Choice(REGIMES), help="only what was measured in it (default: all)")
 
 
 @command("show")
@@ -218,6 +222,11 @@ def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str,
 @target_option
 @generated_options(TuneOptions, "accum_mode", "regime", "rivals", "space")
 @option(
+    "--numerics",
+    type=click.Choice(["any", INVARIANT]),
+    help="what is served where the bits of a row may depend on the batch (any) or not (invariant)",
+)
+@option(
     "--device",
     default="",
     metavar="NAME",
@@ -356,6 +365,14 @@ def written_report(
     return write_report(found, Path(folder))
 
 
+class Percent(click.FloatRange):
+    """A number in a range, with or without the sign of percent."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        return float(super().convert(cast(Any, str(value).removesuffix("%")), param, ctx))
+
+
 @command("compare")
 @argument(
     "a",
@@ -369,11 +386,18 @@ def written_report(
 @only_regime
 @option(
     "--threshold",
-    type=click.FloatRange(0, 100, min_open=True, max_open=True),
+    type=Percent(0, 100, min_open=True, max_open=True),
     default=2.0,
     metavar="PERCENT",
     help="differences up to this do not count (default: 2)",
 )
+@option(
+    "--gate",
+    type=Percent(0, 100, min_open=True, max_open=True),
+    metavar="PERCENT",
+    help="let repeated runs decide: a slow-down of this much must be noticed, and noise must not",
+)
+@option("--markdown", type=FILE, metavar="FILE", help="with --gate: also write the verdict and a table to this file")
 @option("--all", "everything", is_flag=True, help="list every problem, also what stayed the same")
 @option("-o", "--out", type=FOLDER, metavar="DIR", help="also write a page with a chart, for a browser, to this folder")
 def compare(
@@ -384,6 +408,8 @@ def compare(
     arch: str | None,
     regime: str | None,
     threshold: float,
+    gate: float | None,
+    markdown: str | None,
     everything: bool,
     out: str | None,
 ) -> int:
@@ -397,16 +423,23 @@ def compare(
     Programs with the same machine code on both sides are counted apart: they show how far the two machines or days differ (two
     GPUs of one model: up to 3.5%). The last line is made for CI. Exit code 1 if anything became slower.
 
+    With --gate, A and B are databases into which several runs each measured the same problems, in turns on one machine: how much
+    the runs of one program differ there decides which differences count. A problem that B lacks is a failure, too.
+
     \b
     tiledsched compare before.db after.db        # or tables, landscapes, shipped
     tiledsched compare 13.4 13.5 -o comparison   # two compilers
     tiledsched compare before after              # your last tune
     tiledsched compare fleet.db@H100 fleet.db@H200
+    tiledsched compare base.db head.db --gate 3%
     """
     from tiledsched.report.comparison_page import write_comparison
     from tiledsched.report.comparison_sources import Wanted, compare_sources
     from tiledsched.report.comparison_text import verdict_of
+    from tiledsched.report.gate import gate_markdown, judged_by_runs
 
+    if markdown and gate is None:
+        raise errors.ConfigError("--markdown writes what a gate found; pass --gate PERCENT, too")
     db, wanted = run.settings().db, Wanted(kernel=kernel, arch=arch or "", regime=regime or "")
     found = compare_sources(a, b, db, wanted, threshold / 100)
     if not found.rows:
@@ -415,6 +448,10 @@ def compare(
             f"{a} and {b} have no problem in common: {len(found.only('A'))} only in the first, {len(found.only('B'))} only "
             f"in the second{why}; compare sources of the same kernel, arch and regime"
         )
+    if gate is not None:
+        found = judged_by_runs(found, gate / 100)
+    if markdown:
+        write_whole(markdown, gate_markdown(found))
     files = write_comparison(found, Path(out)) if out else []
     if run.json:
         run.print({**found.to_json(), "sentence": verdict_of(found), **({"files": files} if out else {})})

@@ -153,12 +153,14 @@ def _print_narrow(entries: Sequence[Entry], compiler: str) -> None:
 
 
 def _provenance(entry: Entry, compiler: str) -> str:
-    """The provenance, `held down` where the GPU's clock was, `stale` where another compiler or other source made what was
-    measured, and `same numbers` where only results that stayed the same could win.
+    """The provenance; the regime, unless it is burst; `held down` where the GPU's clock was, `stale` where another compiler or
+    other source made what was measured, `same numbers` where only results that stayed the same could win, and `batch-invariant`
+    where a row's bits do not depend on the batch.
     """
-    slowed, same = bool(throttled(entry, {})), bool(entry.same_numbers)
-    marks = "held down" * slowed, "stale" * stale(entry, compiler), "same numbers" * same
-    return ", ".join(filter(None, (entry.provenance, *marks)))
+    slowed = bool(throttled(entry, {}))
+    numbers = "same numbers" if entry.same_numbers else "batch-invariant" * bool(entry.group)
+    marks = "held down" * slowed, "stale" * stale(entry, compiler), numbers
+    return ", ".join(filter(None, (entry.provenance, "" if entry.regime == "burst" else entry.regime, *marks)))
 
 
 def print_summary(entries: Sequence[Entry]) -> None:

@@ -36,7 +36,8 @@ def tune_result_json(result: results.TuneResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         **({} if result.candidates is None else {"candidates": dict(result.candidates)}),
         **({"held_down": result.held_down} if result.held_down else {}),
-        **({"numbers": result.numbers.to_json()} if result.numbers else {}),
+        **({"numbers": result.numbers} if result.numbers else {}),
+        **({"memory": result.memory} if result.memory else {}),
         **({"why_failed": result.why_failed} if result.why_failed else {}),
     }
 
@@ -82,6 +83,7 @@ def print_tuned(report: results.TuneReport, replayed: str = "") -> None:
             f"did not build: {result.why_failed}" if result.why_failed else "",
             "" if result.candidates is None else _candidates(result.candidates),
             f"clock held down {result.held_down}" if result.held_down else "",
+            f"memory: {result.memory}" if result.memory else "",
         )
     if report.left:
         print()

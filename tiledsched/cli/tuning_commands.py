@@ -26,10 +26,12 @@ from tiledsched.cli.app import (
 from tiledsched.cli.output import note, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.cli.seen_flag import by_kernel, only_arch, ranked, seen_option, select
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.measure.runner import GRAPHS
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
 
 if TYPE_CHECKING:
@@ -75,12 +77,13 @@ def tune(
 
     With `--effort quick`, at most 16 programs of each problem are measured and 8 of them race for the decision; with `default`
     64 and 16, with `thorough` 192 and 24 (without a GPU, 16, 64 or all schedules are built). `race` searches nothing: what
-    is served today races the default and the rivals. With --seen, every problem gets such a race before the most worthwhile
-    are searched.
+    is served today races the default and the rivals. `served` only measures what is served, for `compare --gate`. With --seen,
+    every problem gets a race before the most worthwhile are searched.
 
     \b
     tiledsched tune
     tiledsched tune --seen --budget 600
+    tiledsched tune --deploy graph --beside 60
     tiledsched tune -p B=4,H=16,S=4096,D=64:128 --report report
     tiledsched tune matmul --suite llama_8b --arch h200
     """
@@ -98,7 +101,8 @@ def tune(
     if seen:
         selected = select(run, seen, kernel=kernel, archs=[arch], filters=problem, suite=suite)
         return _tune_seen(run, selected, chosen, jobs, report)
-    wanted, arch = named_problems(kernel, problem, suite), run.arch(arch)
+    wanted = named_problems(kernel, problem, suite, every_batch=chosen.numerics == INVARIANT)
+    arch = run.arch(arch)
     if chosen.budget_s is not None and chosen.budget_s < SHORT_BUDGET_S:
         note(
             f"tiledsched: a budget of {chosen.budget_s:g} s is short: of the first problem the default and what is served are "
@@ -106,14 +110,16 @@ def tune(
         )
     with TuneProgress(len(wanted), chosen.budget_s) as watcher, run.session(arch, jobs) as session:
         found = session.tune(kernel, wanted, chosen, watcher=watcher, command={"words": run.words})
-    files = result_commands.written_report(run, kernel, [arch], report, regime=options["regime"]) if report else []
+    files = result_commands.written_report(run, kernel, [arch], report, regime=chosen.regime) if report else []
     if run.json:
         run.print({"run": found.run_id, **tuned_output.tuned_json([found]), "files": files})
         return 0
     tuned_output.print_tuned(found)
     if files:
         tuned_output.print_report(files)
-    print_next(_next_steps(run, found, {"arch": arch, "report": report, "db": run.db, **options}))
+    print_next(
+        _next_steps(run, found, {"arch": arch, "report": report, "db": run.db, **options, "regime": chosen.regime})
+    )
     return 0
 
 
@@ -192,7 +198,8 @@ def _next_steps(run: Invocation, report: TuneReport, options: dict[str, Any]) ->
     if not options["report"]:
         steps.append(("which knobs matter, with charts", ["report", *same, *flags("regime"), "-o", "report"]))
     if report.measured:
-        steps.append(("how it compares with other implementations", ["bench", *named, *flags("db", "regime"), *first]))
+        how = flags("db", *(() if options["regime"] in GRAPHS else ("regime",)))
+        steps.append(("how it compares with other implementations", ["bench", *named, *how, *first]))
     elif any(result.left for result in report.results) and not any(result.more for result in report.results):
         everything = max(result.schedules + result.left for result in report.results)
         steps.append(("build the others, too", [*_without(run.words, "--trials"), "--trials", str(everything)]))

@@ -31,8 +31,9 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "site": str,
     "cache": str,
     "fallback": ("torch", "error"),
-    "regime": ("burst", "sustained"),
+    "regime": ("burst", "sustained", "graph", "graph-cold"),
     "accum_mode": ("fp32", "fp16"),
+    "numerics": ("any", "invariant"),
     "rivals": ("serve", "record", "off"),
     "compile": ("background", "wait"),
     "sync": bool,
@@ -42,6 +43,9 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
+EXACT, INVARIANT = "fp32", "invariant"
+"""Classes of schedules, as entries have them in `accum_mode`: the accuracy class that may be served for any other, and what is
+chosen so that the bits of a row do not depend on the number of rows; its accumulators are exact."""
 TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 """How text says true and false."""
 OTHER_VARIABLES = (
@@ -66,9 +70,13 @@ class Settings:
     fallback: str = "torch"
     """What `sdpa` does with inputs that its kernel cannot serve: torch computes them, or an error is raised."""
     regime: str = "burst"
-    """The regime whose winner is served."""
+    """The regime whose winner is served. Calls that a CUDA graph captures take winners of graph or graph-cold, where there are
+    any."""
     accum_mode: str = "fp32"
     """The accuracy class that is served."""
+    numerics: str = "any"
+    """any: the fastest right schedule of each problem is served; invariant: one order of sums for all sizes of a kernel's batch
+    dims, so that the bits of a row do not depend on how many rows are computed with it."""
     rivals: str = "serve"
     """serve: a tune times rivals, and faster ones serve; record: a tune times them only; off: neither."""
     compile: str = "background"
@@ -89,6 +97,11 @@ class Settings:
     """Knobs that are forced on every schedule served."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Setting or knob -> where its value was read; settings at their defaults are absent."""
+
+    @property
+    def schedule_class(self) -> str:
+        """What entries must be of to be served: the accuracy class, or `invariant`."""
+        return INVARIANT if self.numerics == INVARIANT else self.accum_mode
 
 
 _configured: dict[str, Any] = {}

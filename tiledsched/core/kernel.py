@@ -72,6 +72,10 @@ FUNCTIONS = {
     "small": (),
     "rivals": ("p",),
     "stand_in": ("p", "numbers"),
+    "reduction_order": ("p", "s"),
+    "ordered": ("p", "s"),
+    "representative": ("p",),
+    "row_dims": ("p",),
 }
 """Functions that a kernel may declare, each with what it takes in this order; None where parameters get values by their names."""
 DATA: dict[str, tuple[Any, str]] = {
@@ -90,6 +94,8 @@ DATA: dict[str, tuple[Any, str]] = {
     "former_values": (Mapping, "a dict"),
     "former_knobs": (Mapping, "a dict"),
     "weights": (Mapping, "a dict of a knob and a number"),
+    "batch_sizes": (tuple | list, "a tuple of sizes, as in (1, 64, 1024)"),
+    "batch_dims": (tuple | list, 'a tuple of dims, as in ("rows",)'),
     "planning_rivals": (tuple | list, "a tuple of names of rivals"),
     "compiled_rivals": (tuple | list, "a tuple of names of rivals"),
     "variants": (Mapping, "a dict of a name and what it means"),
@@ -284,7 +290,10 @@ def _check_fields(kernel: KernelClass) -> None:
         )
     sizes = {*kernel.fields, *kernel.derived}
     named = [(f"label[{short!r}]", name) for short, names in labels_of(kernel).items() for name in names]
-    for where, name in [*named, *(("axes", axis) for axis in kernel.axes)]:
+    axes = [(where, axis) for where in ("axes", "batch_dims") for axis in getattr(kernel, where)]
+    if kernel.batch_dims and kernel.reduction_order is Declaration.reduction_order:
+        _fail(kernel, "batch_dims", "say which schedules sum in the same order, too: def reduction_order(p, s): ...")
+    for where, name in [*named, *axes]:
         if name not in sizes:
             _fail(
                 kernel, where, f"{name!r} is no field; known are {', '.join(sorted(sizes))}{did_you_mean(name, sizes)}"

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.problem import KernelClass, Problem
+
+
+def class_words(accum_mode: str) -> str:
+    """The class of a schedule in words: its accumulators, or that its bits do not depend on the batch."""
+    return "batch-invariant schedules" if accum_mode == INVARIANT else f"{accum_mode} accumulators"
 
 
 def labels_of(kernel: KernelClass) -> dict[str, tuple[str, ...]]:

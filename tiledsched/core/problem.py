@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,8 @@ from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import evidence_source, is_shipped, source_hash
 from tiledsched.core.storage import is_float
 
+REPRESENTATIVE_SIZE = 256
+"""The size of batch dims for which the one schedule is chosen that serves all their sizes, where none was tuned."""
 FILE_PREFIX = "tiledsched_file_"
 """How the names of modules begin that were loaded from a file."""
 
@@ -308,6 +310,9 @@ class Declaration:
     """Least traffic and the model of a schedule's time."""
     similarity: ClassVar[Similarity] = Similarity()
     """How much one problem says about another."""
+    batch_dims: ClassVar[tuple[str, ...]] = ()
+    """Dims that count rows which must not influence one another where `numerics` is "invariant", such as a product's rows of A.
+    Empty where the kernel does not support that."""
 
     # What is read from the class body when the class is made.
     fields: ClassVar[Mapping[str, ProblemField]] = MappingProxyType({})
@@ -398,6 +403,33 @@ class Declaration:
     stand_in: ClassVar[Any] = None
     """`stand_in(p, numbers)`: the function from the inputs to the outputs, as torch has it, that serves while the program of a
     problem is compiled; `numbers` are the scalars by name. Unless declared, a rival that compiles nothing stands in."""
+
+    batch_sizes: ClassVar[tuple[int, ...]] = (1, 16, 64, 128, 256, 512, 1024, 2048)
+    """Sizes of the first of `batch_dims` that a tune of batch-invariant schedules races where none is named."""
+
+    @staticmethod
+    def reduction_order(p: Any, s: Any) -> Hashable:
+        """A value for the order in which each row is summed. Schedules of equal value claim that they compute each row with the
+        same bits, at every size of `batch_dims`; None claims nothing. A tune proves claims on the GPU, and refuses broken ones.
+        """
+        return None
+
+    @classmethod
+    def ordered(cls, p: Any, s: Schedule) -> Schedule:
+        """The schedule most like `s` that has a `reduction_order`: `s` itself, unless the kernel has schedules for it that no
+        search explores. Candidates where `numerics` is "invariant" are the explored schedules, each after this."""
+        return s
+
+    @classmethod
+    def representative(cls, p: Any) -> Problem:
+        """The problem that stands for all problems that differ from `p` in `batch_dims` only."""
+        found: Problem = p.replace(**dict.fromkeys(cls.batch_dims, REPRESENTATIVE_SIZE))
+        return found
+
+    @classmethod
+    def row_dims(cls, p: Any) -> tuple[str, ...]:
+        """The batch dims along which the results of `p` are the first ones of a problem that is larger along them."""
+        return cls.batch_dims
 
     variants: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Ways in which a program's problems may differ from the tuned ones -> what each means; `warmup --also` takes them."""

@@ -12,8 +12,27 @@ Cases = Iterable[Problem | Mapping[str, Any]]
 """Problems, each as itself or as its values by name."""
 
 
-def problems_of(kernel: KernelClass, problems: Cases | str | None) -> list[Problem]:
+def in_batches(kernel: KernelClass, case: Problem | Mapping[str, Any]) -> list[Problem | Mapping[str, Any]]:
+    """A case whose values leave out the kernel's first batch dim, once for each of its `batch_sizes`; else the case.
+
+    Raises:
+        ConfigError: the kernel has no batch dims.
+    """
+    if not kernel.batch_dims:
+        raise ConfigError(
+            f"{kernel.name} declares no batch_dims and no reduction_order, so that no order of sums can serve every batch; "
+            "declare them (docs/batch_invariance.md), or leave out --numerics invariant"
+        )
+    dim = kernel.batch_dims[0]
+    if not isinstance(case, Mapping) or dim in case:
+        return [case]
+    return [{**case, dim: size} for size in kernel.batch_sizes]
+
+
+def problems_of(kernel: KernelClass, problems: Cases | str | None, *, every_batch: bool = False) -> list[Problem]:
     """Distinct problems, given as such, as values by name, as the name of a suite, or as None for all suites of the kernel.
+
+    With `every_batch`, values that leave out the kernel's first batch dim stand for a problem of each of its `batch_sizes`.
 
     Raises:
         ConfigError: there are none.
@@ -27,6 +46,7 @@ def problems_of(kernel: KernelClass, problems: Cases | str | None) -> list[Probl
         given = [problems] if isinstance(problems, (Problem, Mapping)) else problems
         if not isinstance(given, Iterable):
             raise ConfigError(f"{given!r:.80} is no list of problems; give a list of dicts, such as [{{'rows': 4096}}]")
+        given = [one for each in given for one in (in_batches(kernel, each) if every_batch else [each])]
         found = [kernel.as_problem(each) for each in given]
     if not found:
         raise ConfigError(

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.config import EXACT, INVARIANT
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.fields import Knob
 from tiledsched.core.problem import Problem
@@ -626,4 +627,4 @@ def contains(choices: Sequence[KnobValue], value: object) -> bool:
 
 def accuracy_class(space: SearchSpace, accum_mode: str) -> dict[str, KnobValue]:
     """The knobs that an accuracy class fixes; none if the kernel has only one class."""
-    return {"accum_mode": accum_mode} if "accum_mode" in space.knobs else {}
+    return {"accum_mode": EXACT if accum_mode == INVARIANT else accum_mode} if "accum_mode" in space.knobs else {}

@@ -72,7 +72,7 @@ class ProductCost(Cost):
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """Estimated time in microseconds. Only the order of estimates counts."""
-        splits, ctas = int(s.get("SPLIT_K", 1)), max(1, facts.num_ctas)
+        splits, ctas = max(1, int(s.get("SPLIT_K", 1))), max(1, facts.num_ctas)
         rows, columns = self.row_tiles(p, s), -(-p.n // tile_columns(s))
         steps = math.ceil(-(-p.k // s.number("TILE_K")) / splits)
         resident = facts.resident(spec.arch)
@@ -143,7 +143,7 @@ def step_cycles(
 def block_cycles(s: Schedule, facts: ResourceFacts) -> float:
     """Cycles of a work tile outside its main loop."""
     elements = s.number("TILE_M") * tile_columns(s) / max(1, facts.num_ctas)
-    item = ELEMENT_BYTES if int(s.get("SPLIT_K", 1)) == 1 else PARTIAL_BYTES
+    item = ELEMENT_BYTES if int(s.get("SPLIT_K", 1)) <= 1 else PARTIAL_BYTES
     return BLOCK_CYCLES + elements * item / STORE_BYTES_PER_CYCLE
 
 
@@ -170,7 +170,7 @@ def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
     if s.get("PAD"):
         return 2.0 * SECOND_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
     splits = int(s.get("SPLIT_K", 1))
-    if splits == 1:
+    if splits <= 1:
         return 0.0
     moved = 2.0 * PARTIAL_BYTES * splits * p.m * p.n
     in_cache = moved / 2 <= spec.l2_bytes / 2

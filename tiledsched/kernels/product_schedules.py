@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
 from tiledsched.core.problem import Problem
@@ -27,6 +27,8 @@ COMBINE_ELEMENTS = 2048
 """Elements of a tile of `combine`: 16 a thread, four loads of 16 bytes for each share."""
 FEWEST_COMBINED_COLUMNS = 32
 """Fewest columns of a combining tile that divides C: a row is then 128 bytes of partial sums."""
+ROWS_OF_WARP_GROUPS = 64
+"""Fewest rows of a tile that groups of warps multiply."""
 TMA_BYTES = 16
 """Rows must start at multiples of this many bytes for the TMA unit."""
 
@@ -46,10 +48,29 @@ class Product:
     n = ts.dim()
     k = ts.dim()
 
+    batch_dims: ClassVar[tuple[str, ...]] = ("m",)
+
+    @staticmethod
+    def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...]:
+        """The shares of k and the products' instruction."""
+        return share_bounds(p.k, s), instruction(s)
+
     @staticmethod
     def flops(p: Problem) -> float:
         """A multiply-add is two."""
         return 2.0 * p.m * p.n * p.k
+
+
+def share_bounds(k: int, s: Schedule) -> tuple[int, ...]:
+    """Where in k the shares begin whose sums are added up at the end; each share is summed from its first element to its last."""
+    tile, shares = s.number("TILE_K"), abs(int(s.get("SPLIT_K", 1)))
+    return tuple(-(-k // tile) * share // shares * tile for share in range(shares))
+
+
+def instruction(s: Schedule) -> str:
+    """Which tensor-core instructions multiply: of groups of warps (wgmma on sm_90), or where tiles have few rows, of warps."""
+    rows = s["TILE_N"] if s.get("SWAP") else s["TILE_M"]
+    return "warp groups" if int(rows) // s.number("num_ctas") >= ROWS_OF_WARP_GROUPS else "warps"
 
 
 def row_bytes(run: int, item: int = 2) -> bool:
@@ -59,7 +80,7 @@ def row_bytes(run: int, item: int = 2) -> bool:
 
 def work_tiles(p: Problem, s: Schedule) -> int:
     """Work tiles of a product."""
-    return -(-p.m // s.number("TILE_M")) * -(-p.n // tile_columns(s)) * s.number("SPLIT_K")
+    return -(-p.m // s.number("TILE_M")) * -(-p.n // tile_columns(s)) * max(1, s.number("SPLIT_K"))
 
 
 def combine_tile(p: Problem) -> tuple[int, int, bool]:
@@ -81,7 +102,7 @@ def product_launches(
 ) -> list[Launch]:
     """The launch of `product`; where blocks share the walk over k, that of `partial`, and of what combines their sums."""
     blocks = grid_blocks(work_tiles(p, s), s, device, persistent=bool(s["PERSISTENT"]))
-    if s["SPLIT_K"] == 1:
+    if s.number("SPLIT_K") <= 1:
         return [(product, (blocks,))]
     rows, columns, _ = combine_tile(p)
     return [(partial, (blocks,)), (combine, (-(-p.m // rows), -(-p.n // columns)))]

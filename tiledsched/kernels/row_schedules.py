@@ -101,6 +101,12 @@ class RowKernel(OneFunction):
     exploring: ClassVar[Mapping[str, str]] = EXPLORING
     derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = DERIVED
     plain: ClassVar[Mapping[str, Any]] = MappingProxyType({"HOLD": True, "PERSISTENT": False})
+    batch_dims: ClassVar[tuple[str, ...]] = ("rows",)
+
+    @staticmethod
+    def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...]:
+        """What decides how elements lie in threads, which add up what they hold before they exchange it."""
+        return tuple(s[name] for name in ("TILE_ROWS", "TILE_COLUMNS", "HOLD", "loads", "num_worker_warps"))
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:

@@ -11,7 +11,8 @@ and what it reads of the next row is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +95,8 @@ def launch_of(kernel: KernelClass, p: Problem, s: Schedule, device: Any, fingerp
     )
 
 
+ALLOCATED = 512
+"""Arrays begin at multiples of so many bytes, as CuPy's and torch's do."""
 WORDS_AT_ONCE = 1 << 24
 """Words of 8 bytes of which a digest is taken at a time: it bounds the memory needed."""
 MIX = tuple(map(numpy.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
@@ -121,11 +124,27 @@ class ProblemArrays:
         self.changed = [spec for spec in self.output_specs if spec.role == "inout"]
         """Arrays that a launch changes in place."""
         self._scratch: dict[tuple[ArraySpec, ...], Arrays] = {}
+        self._shared = xp.zeros(0, dtype=numpy.uint8)
 
     def scratch(self, wanted: tuple[ArraySpec, ...]) -> Arrays:
-        """The scratch arrays of a launch. Launches follow one another, so that those that want the same share them."""
+        """The scratch arrays of a launch. Launches follow one another, so that all share the memory of the largest, but for
+        arrays that must hold zeros."""
+        size, place = scratch_bytes(wanted), 0
+        if size > self._shared.nbytes:
+            self._scratch.clear()
+            self._shared = None  # given back first
+            self._shared = self.xp.zeros(size, dtype=numpy.uint8)
+
+        def share(shape: tuple[int, ...], dtype: str) -> Any:
+            nonlocal place
+            count = math.prod(shape) * numpy.dtype(dtype).itemsize
+            place += aligned(count)
+            return self._shared[place - aligned(count) :][:count].view(dtype).reshape(shape)
+
         if wanted not in self._scratch:
-            self._scratch[wanted] = {spec.name: allocate(self.xp, spec) for spec in wanted}
+            self._scratch[wanted] = {
+                spec.name: allocate(self.xp, spec, None if spec.zeroed else share) for spec in wanted
+            }
         return self._scratch[wanted]
 
     def restore(self, case: Case) -> None:
@@ -195,6 +214,27 @@ class ProblemArrays:
         return found
 
 
+def first_rows(xp: Any, arrays: Arrays, specs: Sequence[ArraySpec], own: Mapping[str, Any] | None = None) -> Arrays:
+    """The parts of a larger problem's arrays that a smaller one has: the first elements along each axis.
+
+    Args:
+        xp: numpy or cupy.
+        arrays: of the larger problem, by name.
+        specs: the smaller problem's arrays.
+        own: inputs that the kernel makes for the smaller problem. No integers, such as the ends of groups, are larger than there.
+    """
+    found: Arrays = {}
+    for spec in specs:
+        pairs = zip(each(arrays[spec.name]), spec.shapes, strict=True)
+        made = [
+            array[tuple(slice(min(pair)) for pair in zip(array.shape, shape, strict=True))] for array, shape in pairs
+        ]
+        if own and spec.name in own and not is_float(spec.dtype):
+            made = [xp.minimum(array, xp.asarray(own[spec.name]).max()) for array in made]
+        found[spec.name] = made if spec.listed else made[0]
+    return found
+
+
 def digest(xp: Any, array: Any, place: int) -> int:
     """The sum over an array's words of 8 bytes, in the order of its elements, of a number that each word and its place, counted
     from `place`, make. Words that differ in a bit make numbers that have nothing in common.
@@ -218,12 +258,27 @@ def each(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def allocate(xp: Any, spec: ArraySpec) -> Any:
-    """Zeros as a spec wants them: an array, or a list."""
+def aligned(size: int) -> int:
+    """A number of bytes, rounded up to where CuPy and torch begin arrays."""
+    return -(-size // ALLOCATED) * ALLOCATED
+
+
+def scratch_bytes(wanted: Sequence[ArraySpec]) -> int:
+    """The bytes of scratch arrays that launches share."""
+    return sum(
+        aligned(math.prod(shape) * numpy.dtype(storage_type(spec.dtype)).itemsize)
+        for spec in wanted
+        if not spec.zeroed
+        for shape in spec.shapes
+    )
+
+
+def allocate(xp: Any, spec: ArraySpec, make: Callable[[tuple[int, ...], str], Any] | None = None) -> Any:
+    """Zeros as a spec wants them, or what `make` makes of a shape and an element type: an array, or a list."""
     made = []
     for shape in spec.shapes:
         swapped = spec.column and len(shape) > 1
-        array = xp.zeros((*shape[:-2], shape[-1], shape[-2]) if swapped else shape, dtype=storage_type(spec.dtype))
+        array = (make or xp.zeros)((*shape[:-2], shape[-1], shape[-2]) if swapped else shape, storage_type(spec.dtype))
         made.append(array.swapaxes(-1, -2) if swapped else array)
     return made if spec.listed else made[0]
 

@@ -19,11 +19,18 @@ from tiledsched.core.errors import Failure, FailureKind, MeasureError
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command
-from tiledsched.measure.arrays import Launch, launch_of
+from tiledsched.measure.arrays import Launch, launch_of, scratch_bytes
 from tiledsched.measure.lock import GpuLock, hold
 from tiledsched.measure.nvml import expected_name
 from tiledsched.measure.runner import REGIMES, Batch, Candidate, Checked, Device, GapTrial
-from tiledsched.measure.timing import BURST_GAP_S, GRAPH_BELOW_US, GRAPH_LAUNCHES, SHORT_US, steady_gap
+from tiledsched.measure.timing import (
+    BURST_GAP_S,
+    GRAPH_BELOW_US,
+    GRAPH_LAUNCHES,
+    SHORT_US,
+    launches_in_graph,
+    steady_gap,
+)
 
 WORKER_COMMAND = python_command("tiledsched.measure.worker")
 END_TIMEOUT_S = 60.0
@@ -204,6 +211,11 @@ class GpuRunner:
         self._given_gap_ms = gap_ms
         self._gap_ms: float | None = None
         self._graph_launches: int | None = None
+        self.beside_gib: float | None = None
+        """GiB of device memory that are taken before a problem begins, as a served model would take them; what is measured must
+        then fit into the rest. None for no limit."""
+        self._workspace_bytes: int | None = None
+        """What the workspaces of a candidate may take; None for no limit."""
         self.gap_trials: tuple[GapTrial, ...] = ()
         """What the last calibration saw; empty before the first."""
         self._warned = False
@@ -246,6 +258,8 @@ class GpuRunner:
         answer = self._worker.answer(timeout_s, verb)
         if isinstance(answer, Failure):
             advice = ADVICE.get((verb, answer.kind), "run: tiledsched doctor")
+            if answer.kind is FailureKind.OUT_OF_MEMORY and self.beside_gib is not None:
+                advice += ", or take less beside it (--beside)"
             raise MeasureError(f"{problem}: {answer.message}; {advice}")
         return answer
 
@@ -277,7 +291,8 @@ class GpuRunner:
         self._beginning = True
         if self._starting and self._lock is None:
             return  # it does so once the GPU is held
-        self._worker.send("begin", self._kernel.locator(), self._problem, self._draw_seed("inputs"))
+        seed = self._draw_seed("inputs")
+        self._worker.send("begin", self._kernel.locator(), self._problem, seed, self.beside_gib)
 
     def wait(self) -> None:
         """Wait until the worker is ready for candidates. Whoever asks something of it waits by itself."""
@@ -285,7 +300,7 @@ class GpuRunner:
             self._await_start()
         if self._beginning:
             self._beginning = False
-            self._expect(self._timeouts.begin_s, "begin", f"cannot prepare {self._problem}")
+            self._workspace_bytes = self._expect(self._timeouts.begin_s, "begin", f"cannot prepare {self._problem}")
 
     def probe(self, candidate: Candidate) -> float | Failure:
         """Load it and time a launch."""
@@ -305,7 +320,24 @@ class GpuRunner:
             self._expected_us[candidate.artifact.fingerprint] = answer.first_look_us
         return answer
 
-    def ask(self, timeout_s: float, verb: str, *arguments: Any, candidates: Sequence[Candidate] = ()) -> Any:
+    def rows(
+        self, candidate: Candidate, problem: Problem, largest: Problem, sizes: Sequence[Problem]
+    ) -> list[int] | Failure:
+        """Load it, run it on the first rows of the largest problem's inputs, and take digests of its first rows."""
+        arguments = self._kernel.locator(), problem, largest, sizes
+        answer: list[int] | Failure = self.ask(
+            self._timeouts.begin_s, "rows", *arguments, candidates=[candidate], problem=problem
+        )
+        return answer
+
+    def ask(
+        self,
+        timeout_s: float,
+        verb: str,
+        *arguments: Any,
+        candidates: Sequence[Candidate] = (),
+        problem: Problem | None = None,
+    ) -> Any:
         """A living worker's answer to one request; what is wrong with a candidate, or the worker's death, is a Failure.
 
         Args:
@@ -313,12 +345,13 @@ class GpuRunner:
             verb: what is asked for; see `tiledsched.measure.worker.REQUESTS`.
             arguments: go before the launches of the candidates.
             candidates: are loaded before.
+            problem: what the candidates compute; None for the current problem.
         """
         self.wait()
         if not self._worker.alive():
             self._restart()
             self.wait()
-        launches = [self._launch(candidate) for candidate in candidates]
+        launches = [self._launch(candidate, problem) for candidate in candidates]
         failed = next((launch for launch in launches if isinstance(launch, Failure)), None)
         return failed or self._worker.ask(timeout_s, verb, *arguments, *launches)
 
@@ -361,16 +394,17 @@ class GpuRunner:
         fastest = min(candidates, key=self._expected, default=None)
         if fastest is None:
             return
-        if regime == "sustained":
-            if self._graph_launches is None:
-                assert self._problem is not None
-                # A graph of several launches does not restore the arrays that they change.
-                changes = any(spec.role == "inout" for spec in self._kernel.arrays(self._problem))
-                graphs = self._expected(fastest) < GRAPH_BELOW_US and not changes
-                self._graph_launches = GRAPH_LAUNCHES if graphs else 0
-        elif self._gap_ms is None and self._expected(fastest) < SHORT_US:
-            self._gap_ms = SHORT_GAP_MS
-        elif self._gap_ms is None:
+        if regime in ("sustained", "graph") and self._graph_launches is None:
+            assert self._problem is not None
+            # A graph of several launches does not restore the arrays that they change.
+            changes = any(spec.role == "inout" for spec in self._kernel.arrays(self._problem))
+            us = self._expected(fastest)
+            short = GRAPH_LAUNCHES if us < GRAPH_BELOW_US and not changes else 0
+            self._graph_launches = launches_in_graph(us, changes) if regime == "graph" else short
+        if regime != "sustained" and self._gap_ms is None:
+            if self._expected(fastest) < SHORT_US:
+                self._gap_ms = SHORT_GAP_MS
+                return
             timeout_s = self._timeouts.sample_s + self._timeouts.each_sample_s * 100
             timeout_s += CALIBRATION_LAUNCHES * self._expected(fastest) / 1e6
             answer = self.ask(timeout_s, "calibrate", candidates=[fastest])
@@ -385,7 +419,8 @@ class GpuRunner:
         self, candidates: Sequence[Candidate], rounds: int, regime: str
     ) -> list[Batch | Failure] | Failure:
         limits = self._timeouts
-        graph_launches = (self._graph_launches or 0) if regime == "sustained" else 0
+        settled = self._graph_launches or 0
+        graph_launches = {"sustained": settled, "graph": settled or 1, "graph-cold": 1}.get(regime, 0)
         gap_ms = DEFAULT_GAP_MS if self._gap_ms is None else self._gap_ms
         expected_s = sum(map(self._expected, candidates)) / 1e6 * max(1, graph_launches)
         timeout_s = limits.sample_s + rounds * (len(candidates) * limits.each_sample_s + limits.slack * expected_s)
@@ -395,9 +430,10 @@ class GpuRunner:
         )
         return answer
 
-    def _launch(self, candidate: Candidate) -> Launch | Failure:
+    def _launch(self, candidate: Candidate, problem: Problem | None = None) -> Launch | Failure:
         """What the worker needs to run `candidate`, which is loaded first if it is not yet."""
-        assert self._problem is not None
+        problem = problem or self._problem
+        assert problem is not None
         artifact, worker = candidate.artifact, self._worker
         if artifact.fingerprint not in worker.loaded:
             answer = worker.ask(self._timeouts.load_s, "load", artifact.fingerprint, artifact.cubin)
@@ -407,9 +443,16 @@ class GpuRunner:
                 return replace(answer, kind=FailureKind.ARTIFACT_CORRUPT) if crashed else answer
             worker.loaded.add(artifact.fingerprint)
         try:
-            return launch_of(self._kernel, self._problem, candidate.schedule, self.device, artifact.fingerprint)
+            launch = launch_of(self._kernel, problem, candidate.schedule, self.device, artifact.fingerprint)
         except Exception as error:  # the author's grid, say: it costs the candidate, not the run
             return Failure(kind=FailureKind.LAUNCH_FAILURE, message=first_line(error))
+        size, room = scratch_bytes(launch.scratch), self._workspace_bytes
+        if room is not None and size > room:
+            words = (
+                f"its workspace takes {size >> 20} MiB, and {room >> 20} MiB are left beside {self.beside_gib:g} GiB"
+            )
+            return Failure(kind=FailureKind.OUT_OF_MEMORY, message=words)
+        return launch
 
     def meet(self, others: frozenset[int]) -> frozenset[int]:
         """What NVML calls the worker; `others` are processes of the same run, which disturb no measurement."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.checking.accuracy import Accuracy
@@ -14,7 +14,18 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 
-REGIMES = ("burst", "sustained")
+LAUNCHED = ("burst", "sustained")
+"""The regimes in which launches are timed: cool and one by one, or back to back at the power cap."""
+GRAPHS = ("graph", "graph-cold")
+"""The regimes in which replays of CUDA graphs are timed: with the cache that the last replay left, or behind a flush of it."""
+REGIMES = (*LAUNCHED, *GRAPHS)
+HOW = {
+    "sustained": "at its power cap",
+    "graph": "in replayed CUDA graphs",
+    "graph-cold": "in replayed CUDA graphs with an empty cache",
+}
+"""How a GPU was timed, in words for people; burst is the usual way, of which nothing is said."""
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +68,10 @@ class Conditions:
     """Start-to-start distance of paced launches; 0 where they were not paced."""
     graph_launches: int = 0
     """Launches per sample, replayed as one CUDA graph; 0 where events enclosed a single launch."""
+    memory_cap_bytes: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Device memory that a search beside a full memory might take for arrays; 0 where it had no limit."""
+    memory_peak_bytes: int = field(default=0, metadata=OMIT_DEFAULT)
+    """The most that it had taken until then, where it had a limit."""
     others: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Processes of others that had the GPU open, by NVML's numbers."""
     concurrent_pids: tuple[int, ...] | None = field(default=(), metadata={**OMIT_DEFAULT, "key": "beside"})
@@ -132,7 +147,7 @@ class Measurement(Timing):
     device: Device
     """The GPU it was measured on."""
     regime: str
-    """burst (cool, full clocks) or sustained (at the power cap)."""
+    """burst (cool, full clocks), sustained (at the power cap), or graph or graph-cold (replayed in CUDA graphs)."""
     samples_us: tuple[float, ...]
     """Every timed launch, in order. Of a hopeless candidate, one: its look, neither paced nor behind an L2 flush."""
     accuracy: Accuracy | None
@@ -226,3 +241,15 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give the GPU back. Safe to call twice."""
+
+
+@runtime_checkable
+class RowRunner(Runner, Protocol):
+    """A runner that also tells which bits rows have."""
+
+    def rows(
+        self, candidate: Candidate, problem: Problem, largest: Problem, sizes: Sequence[Problem]
+    ) -> list[int] | Failure:
+        """Run `candidate` for `problem` on inputs whose rows are the first rows of those of `largest`, always the same ones;
+        digests of the first rows of the outputs, as many as each of `sizes` has.
+        """

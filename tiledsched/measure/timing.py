@@ -48,11 +48,23 @@ launch such a kernel than the GPU to run it, and events would time the host.
 GRAPH_LAUNCHES = 20
 
 
+def launches_in_graph(us: float, changes: bool) -> int:
+    """How many launches a graph holds in the graph regime: so many that the graph's own start hardly counts, and so few that the
+    GPU rests between replays.
+
+    Args:
+        us: what the fastest candidate takes, in microseconds.
+        changes: whether launches change arrays in place, which are restored before each replay and not within it.
+    """
+    return 1 if changes else max(1, min(GRAPH_LAUNCHES, round(GRAPH_BELOW_US / us)))
+
+
 class Stopwatch(Protocol):
     """Launches candidates between two events."""
 
     def queue(self, index: int, *, paced: bool) -> Any:
-        """Queue a start event, candidate `index` and a stop event; when paced, behind an L2 flush and a spin kernel.
+        """Queue a start event, candidate `index` and a stop event; when paced, behind an L2 flush, or a replay that is not timed,
+        and a spin kernel.
 
         The spin keeps the GPU busy while the host queues what follows it, so that the events time the kernel and never
         the host.
@@ -89,18 +101,18 @@ def sample_rounds(
         watch: launches and times.
         count: candidates, which `watch` knows by index.
         rounds: samples of each.
-        regime: burst or sustained.
+        regime: burst, sustained, graph or graph-cold.
         rng: shuffles each round.
         log: polled once a round.
-        gap_s: burst only: start-to-start distance of launches.
+        gap_s: start-to-start distance of launches that are paced: in every regime but sustained.
         warmup_s: sustained only: how long launches run before samples count.
     """
     order = [index for _ in range(rounds) for index in rng.sample(range(count), count)]
     # At the power cap the next round is queued while one runs.
     taken = (
-        paced(watch, order, gap_s=gap_s)
-        if regime == "burst"
-        else back_to_back(watch, order, queued=count, warmup_s=warmup_s)
+        back_to_back(watch, order, queued=count, warmup_s=warmup_s)
+        if regime == "sustained"
+        else paced(watch, order, gap_s=gap_s)
     )
     samples: list[list[float]] = [[] for _ in range(count)]
     for number, (index, microseconds) in enumerate(taken, start=1):

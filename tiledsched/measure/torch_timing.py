@@ -45,10 +45,13 @@ class TorchStopwatch:
         calls: what is timed, by index.
         flush: a tensor larger than the L2 cache.
         host_us: what the slowest of the calls costs the host. All spins are as long, so that all calls are timed alike.
+        warm: whether a paced call follows another one of its own, which is not timed, in place of a flush.
     """
 
-    def __init__(self, torch: Any, calls: Sequence[Call], flush: Any, *, host_us: float = 0.0) -> None:
-        self._torch, self._calls, self._flush = torch, list(calls), flush
+    def __init__(
+        self, torch: Any, calls: Sequence[Call], flush: Any, *, host_us: float = 0.0, warm: bool = False
+    ) -> None:
+        self._torch, self._calls, self._flush, self._warm = torch, list(calls), flush, warm
         self._launches = [1] * len(self._calls)
         self.spin_us = max(LEAST_SPIN_US, SPIN_MARGIN * host_us)
 
@@ -87,7 +90,7 @@ class TorchStopwatch:
             self.prepare(index)
             before, after = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
             if paced:
-                self._flush.zero_()
+                (self._calls[index] if self._warm else self._flush.zero_)()
                 self._torch.cuda._sleep(round(self.spin_us * CYCLES_PER_US))
             before.record()
             self._calls[index]()

@@ -31,19 +31,21 @@ from tiledsched.checking.errors import OutputErrors, case_errors, summary, wrong
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.blame import first_line
-from tiledsched.core.cases import Case
-from tiledsched.core.errors import Failure, FailureKind
-from tiledsched.core.problem import Problem
+from tiledsched.core.cases import Case, input_specs, output_specs, own_inputs, random_inputs
+from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
-from tiledsched.measure.arrays import Launch, Packed, ProblemArrays
+from tiledsched.measure.arrays import Launch, Packed, ProblemArrays, first_rows, scratch_bytes
 from tiledsched.measure.dependent import launch_dependent
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
-from tiledsched.measure.runner import Batch, Checked, Device, GapTrial
+from tiledsched.measure.runner import GIB, Batch, Checked, Device, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
 
 FLUSH_TIMES_L2 = 2
+RESERVE_BYTES = 1 << 28
+"""Device memory that stays free beside what is taken and what a search may take: programs are loaded into it."""
 SPIN_US = 300.0
 ATTEMPTS = 4
 """At a sample that the host is not to slow: it is busy with other things now and then."""
@@ -92,6 +94,12 @@ class State:
     """Inputs, outputs and references of the current problem."""
     inputs: str = ""
     """Digest of the inputs of all its cases."""
+    taken: Any = None
+    """Memory that a served model would hold; None where nothing is measured beside it."""
+    memory_cap_bytes: int = 0
+    """What arrays of this process may take; 0 for no limit."""
+    memory_peak_bytes: int = 0
+    """The most that they have taken for the current problem."""
     flush: Any = None
     spin: Any = None
     device: Any = None
@@ -112,6 +120,11 @@ class State:
             else:
                 function(step.grid, (1, 1, 1), packed)
 
+    def note_memory(self) -> int:
+        """The most that arrays of this process took until now. CuPy's pool gives nothing back before it reaches its limit."""
+        self.memory_peak_bytes = max(self.memory_peak_bytes, int(cupy.get_default_memory_pool().total_bytes()))
+        return self.memory_peak_bytes
+
 
 def start(state: State) -> tuple[Device, tuple[str, str]]:
     """Open the GPU: its description, and its UUID and name."""
@@ -124,19 +137,64 @@ def start(state: State) -> tuple[Device, tuple[str, str]]:
     return state.device, current_gpu()
 
 
-def begin(state: State, locator: str, problem: Problem, seed: int) -> None:
-    """Random inputs and adversarial ones, what is expected of them, and the outputs of a declared kernel."""
+def begin(state: State, locator: str, problem: Problem, seed: int, beside_gib: float | None = None) -> int | None:
+    """Random inputs and adversarial ones, what is expected of them, and the outputs of a declared kernel.
+
+    With `beside_gib`, so many GiB are taken first, and all else must fit into the rest: the bytes of workspaces that a candidate
+    may take are returned.
+    """
     state.arrays = None  # frees what the last problem took
-    # Tile code imports cuTile, which imports torch for its dtypes. Nothing here needs them, and torch takes seconds.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
-    kernel = load_kernel(locator)
+    pool = cupy.get_default_memory_pool()
+    _limit_memory(state, pool, beside_gib)
+    kernel = _declared(locator)
     precision = "float64" if state.device.arch in FAST_FLOAT64 else "float32"
     cases = make_cases(kernel, cupy, cupy.random.default_rng(seed), problem, precision)
     state.arrays = ProblemArrays(kernel, cupy, problem, list(cases))
     state.inputs = _written([state.arrays.digest(case.inputs) for case in state.arrays.cases])
+    _empty(state, pool)
     _rehearse(state, state.arrays)
+    rehearsed = _empty(state, pool)
+    return None if beside_gib is None else max(0, state.memory_cap_bytes - rehearsed)
+
+
+def _limit_memory(state: State, pool: Any, beside_gib: float | None) -> None:
+    """Take memory as a served model would, and limit what CuPy takes to what is left.
+
+    Raises:
+        MeasureError: not so much is free.
+    """
+    state.taken, state.memory_cap_bytes = None, 0
+    pool.set_limit(size=0)  # none
+    _empty(state, pool)
+    state.memory_peak_bytes = 0
+    if beside_gib is None:
+        return
+    free, total = cupy.cuda.runtime.memGetInfo()
+    left = free + pool.total_bytes() - beside_gib * GIB - RESERVE_BYTES
+    if left <= pool.total_bytes():
+        raise MeasureError(
+            f"out of memory: {beside_gib:g} GiB cannot be taken beside it: the GPU has {total / GIB:.1f} GiB, of which "
+            f"{free / GIB:.1f} are free"
+        )
+    state.taken = cupy.cuda.Memory(round(beside_gib * GIB)) if beside_gib else None
+    state.memory_cap_bytes = round(left)
+    pool.set_limit(size=state.memory_cap_bytes)
+
+
+def _empty(state: State, pool: Any) -> int:
+    """Give back what arrays no longer take; what was taken before."""
     cupy.cuda.Device().synchronize()
-    cupy.get_default_memory_pool().free_all_blocks()
+    state.note_memory()
+    held = int(pool.total_bytes())
+    pool.free_all_blocks()
+    return held
+
+
+def _declared(locator: str) -> KernelClass:
+    """The kernel that is declared there."""
+    # Tile code imports cuTile, which imports torch for its dtypes. Nothing here needs them, and torch takes seconds.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: not to be imported
+    return load_kernel(locator)
 
 
 def _rehearse(state: State, arrays: ProblemArrays) -> None:
@@ -221,6 +279,25 @@ def check(state: State, launch: Launch) -> Checked | Failure:
     return Checked(accuracy=accuracy, first_look_us=elapsed_us)
 
 
+def rows(
+    state: State, locator: str, problem: Problem, largest: Problem, sizes: Sequence[Problem], launch: Launch
+) -> list[int]:
+    """Digests of the first rows of the outputs, as many as each of `sizes` has. Inputs are drawn for `largest`, from one seed;
+    `problem` has their first rows, so that each row of the inputs is the same in problems of all sizes.
+    """
+    kernel, rng = _declared(locator), cupy.random.default_rng(0)
+    drawn, own = random_inputs(kernel, cupy, rng, largest), own_inputs(kernel, cupy, rng, problem)
+    case = Case("rows", first_rows(cupy, drawn, input_specs(kernel, problem), own), ())
+    kept, arrays = state.arrays, ProblemArrays(kernel, cupy, problem, [case])
+    state.arrays = arrays
+    try:
+        arrays.clear(launch.scratch)
+        _poisoned_launch(state, launch, arrays.cases[0])
+        return [arrays.digest(first_rows(cupy, arrays.outputs, output_specs(kernel, each))) for each in sizes]
+    finally:
+        state.arrays = kept
+
+
 def _written(digests: Sequence[int]) -> str:
     """One digest of several, in hexadecimal digits."""
     return hashlib.blake2b(repr(list(digests)).encode(), digest_size=8).hexdigest()
@@ -258,14 +335,16 @@ class CupyStopwatch:
     """Launches loaded kernels between CuPy events; see :class:`tiledsched.measure.timing.Stopwatch`.
 
     With `graph_launches`, a sample is that many launches replayed as one CUDA graph, divided by their number: back to back,
-    the host cannot keep up with short kernels.
+    the host cannot keep up with short kernels. With `warm`, a paced replay follows another one of the same graph, and no flush.
     """
 
-    def __init__(self, state: State, launches: Sequence[Launch], graph_launches: int = 0) -> None:
+    def __init__(
+        self, state: State, launches: Sequence[Launch], graph_launches: int = 0, *, warm: bool = False
+    ) -> None:
         assert state.arrays is not None
-        self._state, self._launches, self._count = state, launches, max(1, graph_launches)
+        self._state, self._launches, self._count, self._warm = state, launches, max(1, graph_launches), warm
         self._arrays, self._case = state.arrays, state.arrays.cases[0]
-        for launch in launches:
+        for launch in sorted(launches, key=lambda launch: -scratch_bytes(launch.scratch)):  # they share the largest
             self._arrays.clear(launch.scratch)
         self._arguments = [self._arrays.arguments(launch, self._case) for launch in launches]
         cupy.cuda.Device().synchronize()
@@ -277,7 +356,10 @@ class CupyStopwatch:
             state.stream.begin_capture()
             for _ in range(self._count):
                 state.run(launch, self._arguments[index])
-            return state.stream.end_capture()
+            graph = state.stream.end_capture()
+            self._arrays.restore(self._case)
+            graph.launch(state.stream)  # what the first replay takes is no sample
+            return graph
 
     def queue(self, index: int, *, paced: bool) -> Any:
         """Events around one launch, or one graph. Where the spin was over before all was queued, they timed the host: again."""
@@ -294,7 +376,11 @@ class CupyStopwatch:
         with state.stream:
             self._arrays.restore(self._case)
             if paced:
-                state.flush.fill(0)
+                if self._warm:
+                    self._graphs[index].launch(state.stream)
+                    self._arrays.restore(self._case)
+                else:
+                    state.flush.fill(0)
                 state.spin((1,), (1,), (numpy.uint64(SPIN_US * 1e3),))
             before.record(state.stream)
             if self._graphs:
@@ -318,7 +404,7 @@ def sample(
     log = ConditionsLog(state.ours, state.since_s)
     still_warm = time.perf_counter() - state.last_sustained_s < timing.STILL_WARM_S
     samples = sample_rounds(
-        CupyStopwatch(state, launches, graph_launches),
+        CupyStopwatch(state, launches, graph_launches, warm=regime == "graph"),
         len(launches),
         rounds=rounds,
         regime=regime,
@@ -330,7 +416,11 @@ def sample(
     if regime == "sustained":
         state.last_sustained_s = time.perf_counter()
     conditions = dataclasses.replace(
-        log.summary(), gap_ms=gap_ms if regime == "burst" else 0.0, graph_launches=graph_launches
+        log.summary(),
+        gap_ms=0.0 if regime == "sustained" else gap_ms,
+        graph_launches=graph_launches,
+        memory_cap_bytes=state.memory_cap_bytes,
+        memory_peak_bytes=state.note_memory() if state.memory_cap_bytes else 0,
     )
     state.since_s = time.time()
     return [Batch(samples_us=tuple(values), conditions=conditions) for values in samples]
@@ -352,7 +442,7 @@ def _failure(error: Exception, kind: FailureKind) -> Failure:
     """What the driver's words in `error` stand for; `kind` where they are of no known kind."""
     words = f"{type(error).__name__}: {error}".lower()
     kind = next((known for known, marks in MARKS.items() if any(mark in words for mark in marks)), kind)
-    return Failure(kind=kind, message=first_line(error))
+    return Failure(kind=kind, message=str(error) if isinstance(error, MeasureError) else first_line(error))
 
 
 def _context_lost() -> bool:
@@ -372,6 +462,7 @@ REQUESTS: Requests = {
     "load": load,
     "probe": probe,
     "check": check,
+    "rows": rows,
     "calibrate": find_gap,
     "sample": sample,
     "meet": meet,

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.ops.arguments import heads_grouped
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
-from tiledsched.serve.process import log, settings
+from tiledsched.serve.process import is_invariant, log, settings
 
 MOST_SCORES = 1 << 28
 """Scores, of 4 bytes each, that may be kept in full for a call that could wait instead."""
@@ -28,6 +28,11 @@ def report(reason: str) -> None:
     Raises:
         UnsupportedError: the setting `fallback` is `error`.
     """
+    if is_invariant():
+        raise UnsupportedError(
+            f"{reason}; torch's attention, which computes such calls, has bits that depend on the batch: call it outside of "
+            "batch_invariant()"
+        )
     if settings().fallback == "error":
         raise UnsupportedError(f"{reason} (setting fallback = error; set it to torch to use torch's attention)")
     _warn(reason)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import SHIPPED, kernel_named
 
+Called = TypeVar("Called", bound=Callable[..., Any])
 GRADIENTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {}
 """Kernel -> the function that gives its operator, which is pinned to some values, a gradient. The front of a kernel sets it. A
 kernel without one whose gradient ships as `NAME_backward` has that gradient."""
@@ -46,9 +47,29 @@ def _word(kernel: str, pinned: dict[str, Any]) -> str:
     return kernel + "".join(f"_{name}" for name, value in pinned.items() if value)
 
 
+def takes_tensors(function: Called) -> Called:
+    """A public function of a kernel that says which argument is no tensor, in place of the error that follows from it. A call
+    with tensors checks nothing.
+    """
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except Exception as error:
+            for name, value in inspect.signature(function).bind(*arguments, **named).arguments.items():
+                kind = str(function.__annotations__[name])
+                is_missing = value is None and "None" in kind
+                if kind.startswith("Tensor") and not isinstance(value, Tensor) and not is_missing:
+                    raise ProblemError(f"{name} must be a torch.Tensor, got {type(value).__name__}") from error
+            raise
+
+    return cast(Called, checked)
+
+
 def flat_rows(x: Tensor) -> Tensor:
-    """`[rows, columns]`; their number is not left to torch, which cannot tell it where there are no columns."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    """`[rows, columns]`."""
+    return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
 
 
 def check_shape(name: str, given: Tensor, like: str, shape: Any) -> None:

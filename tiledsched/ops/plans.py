@@ -152,7 +152,7 @@ class AttentionCall(NamedTuple):
         decision = choose("sdpa", problem, (q, k, v), lambda: raced(problem, scale, cap, late=True), served)
         if isinstance(decision, str):
             return decision
-        decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES
+        decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES and decision.captured_served is None
         return self._plan_like_last(decision, numbers) if decodes else self._plan_of(decision, numbers)
 
     def _plan_of(self, decision: Decision, numbers: dict[str, float]) -> Plan:

@@ -13,6 +13,7 @@ from tiledsched.core.problem import unit_of
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
+from tiledsched.measure.runner import HOW
 from tiledsched.report.axes import show
 from tiledsched.report.effects import FEWEST_PROBLEMS, MOST_OTHERS, joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed
@@ -104,7 +105,7 @@ def _source(report: Report, problems: Sequence[ProblemReport]) -> str:
         )
     months = sorted(f"{date:%Y-%m}" for device in report.conditions for date in (device.first, device.last))
     when = ", " + " to ".join(dict.fromkeys((months[0], months[-1]))) if months else ""
-    cap = ", at its power cap" if report.regime == "sustained" else ""
+    cap = f", {HOW[report.regime]}" if report.regime in HOW else ""
     said = f"Measured on {joined(_devices(measured))} ({report.arch}{when}){cap}: "
     if problems:
         said += f"{sum(one.programs for one in problems):,} programs of {kernel} for {_cases(problems)}"

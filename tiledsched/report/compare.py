@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from tiledsched.core.labels import class_words
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.store.evidence import timed_as_now
@@ -68,6 +69,8 @@ class KnownTime:
     """Ids of schedules that the tune could not tell apart from this one."""
     modelled: bool = False
     """Whether the time is an estimate of the performance model. Its interval is then only its median."""
+    runs: tuple[ProgramTime, ...] = ()
+    """The time of its machine code in each run that measured it, with several samples. A report's files do not have them."""
 
     @property
     def us(self) -> float:
@@ -169,6 +172,8 @@ class Compared:
     """B's time of the schedule that was A's best, where B timed it."""
     new_winner: ProgramTime | None = None
     """A's time of the schedule that is B's best, where A timed it."""
+    noticed: float | None = None
+    """The least slow-down, as a share of the time, of which 95 in 100 are called slower; None where runs do not decide."""
 
     @property
     def one_measurement(self) -> bool:
@@ -212,6 +217,11 @@ class Compared:
             "winner_changed": self.winner_changed,
             "winner_tied": self.winner_tied,
             "same_program": self.same_program,
+            **(
+                {}
+                if self.noticed is None
+                else {"noticed": self.noticed, "a_runs": len(self.a.runs), "b_runs": len(self.b.runs)}
+            ),
             **{f"a_{name}": value for name, value in a.items() if name not in shared},
             **{f"b_{name}": value for name, value in b.items() if name not in shared},
         }
@@ -235,6 +245,8 @@ class Comparison:
     """Differences up to this share of the time count as none."""
     unpaired: tuple[tuple[str, KnownTime, str], ...] = ()
     """Times that could not be compared, each with its side, A or B, and why it could not."""
+    noise: float | None = None
+    """Standard deviation of the time of one program from run to run, as a share; None where runs do not decide."""
 
     @cached_property
     def several(self) -> tuple[bool, ...]:
@@ -260,8 +272,8 @@ class Comparison:
 
     @property
     def regressed(self) -> bool:
-        """Whether any problem is slower by more than the threshold."""
-        return any(row.verdict == "slower" for row in self.rows)
+        """Whether any problem is slower, or where runs decide, has no time in B."""
+        return any(row.verdict == "slower" for row in self.rows) or (self.noise is not None and bool(self.only("A")))
 
     def only(self, side: str) -> list[KnownTime]:
         """Times of problems that only A or only B knows."""
@@ -273,7 +285,8 @@ class Comparison:
         slowest = max(self.rows, key=lambda row: row.ratio, default=None)
         worst = f"; worst {slowest.ratio - 1:+.1%} ({slowest.b.problem})" if slowest else ""
         only = "".join(f", {len(found)} only in {name}" for name in "AB" if (found := self.only(name)))
-        return f"{counts}{only}{worst}; threshold {self.threshold:.1%}: {'FAIL' if self.regressed else 'ok'}"
+        noise = "" if self.noise is None else f"; runs differ by {self.noise:.2%}"
+        return f"{counts}{only}{worst}{noise}; threshold {self.threshold:.1%}: {'FAIL' if self.regressed else 'ok'}"
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
@@ -285,6 +298,7 @@ class Comparison:
             "mean_ratio": self.mean,
             "drift": statistics.geometric_mean(self.drift) if self.drift else None,
             "programs_on_both": len(self.drift),
+            **({} if self.noise is None else {"noise": self.noise}),
             "regressed": self.regressed,
             "line": self.line(),
             "rows": [row.to_json() for row in self.rows],
@@ -446,7 +460,7 @@ def why_unpaired(one: KnownTime, name: str, other: Side, modelled: bool) -> str:
             return f"{name} has an estimate of this problem only, and no measurement"
         return f"{name} has no time of this problem"
     aspects: tuple[tuple[str, Callable[[KnownTime], str]], ...] = (
-        ("with {} accumulators", lambda each: each.accum_mode),
+        ("with {}", lambda each: class_words(each.accum_mode)),
         ("in the {} regime", lambda each: each.regime),
         ("timed {}", lambda each: "in CUDA graphs" if each.in_graphs else "launch by launch"),
         ("on {}", lambda each: each.device),
@@ -460,7 +474,7 @@ def why_unpaired(one: KnownTime, name: str, other: Side, modelled: bool) -> str:
     return f"{name} has no time of this problem under the same conditions"
 
 
-def judged(a: KnownTime, b: KnownTime, threshold: float, **winners: ProgramTime | None) -> Compared:
+def judged(a: KnownTime, b: KnownTime, threshold: float, **winners: Any) -> Compared:
     """Compare two times of one problem: is B slower, faster, the same within `threshold`, or are the two tied?
 
     The two medians are independent: their relative 95% half-widths add in quadrature. Slower and faster are what lies beyond the

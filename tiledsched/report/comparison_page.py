@@ -114,6 +114,8 @@ def _caption(found: Comparison) -> str:
     )
     if found.modelled:
         return text + "The lines are dotted because at least one of the two times is an estimate."
+    if found.noise is not None:
+        return text + "The bar at its end is the 95% interval of that ratio, which follows from how much runs differ."
     text += (
         "The bar at its end is the 95% interval of that ratio. "
         f"Slower and faster are differences of more than {found.threshold * 100:g}% whose two 95% intervals are apart; the same "

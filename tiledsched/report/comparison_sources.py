@@ -42,7 +42,7 @@ from tiledsched.store.exchange import read_table
 from tiledsched.store.location import database_exists
 from tiledsched.store.queries import TimedRow, TimedRows
 from tiledsched.store.reading import Circumstances
-from tiledsched.store.records import Entry, MeasurementSummary, StoredMeasurement
+from tiledsched.store.records import Entry, StoredMeasurement
 
 SHIPPED = "shipped"
 TABLES = (".json", ".json.xz")
@@ -80,6 +80,8 @@ class Wanted:
         )
 
 
+LEAST_SAMPLES = 6
+"""Fewer samples have no 95% interval of their median."""
 MOST_AT_ONCE = 20_000
 """About so many measurements of each side are in memory at a time."""
 
@@ -278,6 +280,16 @@ class _Evidence:
         for key, row in fastest.items():
             if key not in best and problem is not None:
                 best[key] = _of_row(problem, row)
+        for key, one in best.items():
+            runs = {
+                row.run_id: ProgramTime._make((one.schedule, row.fingerprint, *row.timing, row.uid))
+                for row in reversed(rows)  # of one run the newest counts
+                if row.fingerprint == one.fingerprint
+                and row.samples >= LEAST_SAMPLES
+                and keys.get((id(row.shared), one.accum_mode)) == key
+                and _said(row.schedule)[1] == one.schedule
+            }
+            best[key] = replace(one, runs=tuple(runs.values()))
         return replace(side, best=best, programs=programs)
 
     def _selected(self, entries: Sequence[Entry], rows: Sequence[TimedRow]) -> tuple[list[Entry], Sequence[Any]]:
@@ -421,30 +433,25 @@ def _of_row(problem: Problem, row: TimedRow) -> KnownTime:
 
 def _of_entry(entry: Entry) -> KnownTime:
     """The time of what is served: measured, or where it is not, the model's estimate."""
-    regime = entry.regime if entry.measurement else ""
-    ties = frozenset(tie.id for tie in entry.ties)
-    return _known(entry, entry.measurement, compiler=entry.compiler, regime=regime, ties=ties)
-
-
-def _known(one: Entry, taken: MeasurementSummary | None, **more: Any) -> KnownTime:
-    """The time of an entry: measured, or, where `taken` is None, its estimate."""
-    us = taken.median_us if taken else one.model_us or 0.0
-    low, high = (taken.ci_low_us, taken.ci_high_us) if taken else (us, us)
+    taken, us = entry.measurement, entry.model_us or 0.0
+    median, low, high = (taken.median_us, taken.ci_low_us, taken.ci_high_us) if taken else (us, us, us)
     return KnownTime(
-        arch=taken.device.arch if taken else one.arch,
+        arch=taken.device.arch if taken else entry.arch,
         device=taken.device.name if taken else "",
-        **_named(one.problem),
-        schedule_id=one.schedule.id,
-        schedule=one.schedule.short(),
-        accum_mode=str(one.schedule.get("accum_mode", "fp32")),
-        fingerprint=one.fingerprint,
-        timing=Timing(median_us=us, ci_low_us=low, ci_high_us=high),
+        regime=entry.regime if taken else "",
+        **_named(entry.problem),
+        schedule_id=entry.schedule.id,
+        schedule=entry.schedule.short(),
+        accum_mode=str(entry.schedule.get("accum_mode", "fp32")),
+        fingerprint=entry.fingerprint,
+        timing=Timing(median_us=median, ci_low_us=low, ci_high_us=high),
         uid=taken.uid if taken else "",
+        compiler=entry.compiler,
         when=taken.created_at if taken else None,
         gpu=taken.device if taken else None,
         conditions=taken.conditions if taken else None,
+        ties=frozenset(tie.id for tie in entry.ties),
         modelled=taken is None,
-        **more,
     )
 
 

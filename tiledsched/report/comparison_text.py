@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from tiledsched.core.labels import class_words
 from tiledsched.core.text import joined, percent, plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.report.compare import Compared, Comparison, KnownTime
@@ -137,7 +138,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def label_of(known: KnownTime, found: Comparison) -> str:
     """The problem as people read it, with the regime, accuracy class and arch where the comparison has several of them."""
-    words = known.regime, f"{known.accum_mode} accumulators", known.arch, known.kernel
+    words = known.regime, class_words(known.accum_mode), known.arch, known.kernel
     marks = [word for word, several in zip(words, found.several, strict=True) if several]
     return f"{known.problem} ({', '.join(marks)})" if marks else known.problem
 

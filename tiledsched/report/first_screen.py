@@ -9,6 +9,7 @@ from tiledsched.core.device import describe_gpus
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
+from tiledsched.measure.runner import HOW
 from tiledsched.report.analysis import broad
 from tiledsched.report.answer import best_time, command_of, run_text, tile_unit, verdicts
 from tiledsched.report.axes import show
@@ -73,7 +74,7 @@ def status(one: ProblemReport, report: Report) -> str:
         gpu = describe_gpus(report.arch)
         return f"Nothing was measured: the performance model estimated {of} for {gpu}{day}; {error}."
     day = f", {one.taken:%Y-%m-%d}" if one.taken else ""
-    cap = " at its power cap" if report.regime == "sustained" else ""
+    cap = f" {HOW[report.regime]}" if report.regime in HOW else ""
     held = "".join(
         f" Its clock was held down {device.held_down}; times at a low clock decide little."
         for device in report.conditions

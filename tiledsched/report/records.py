@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from tiledsched.build.cubin import ResourceFacts
+from tiledsched.core.labels import class_words
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule
 from tiledsched.measure.estimate import Timing
@@ -438,7 +439,7 @@ class Report:
 
     def group_text(self, one: ProblemReport) -> str:
         """What the problems of a panel share: sizes, accumulators, and the device where there are several."""
-        accum = f"{one.accum_mode} accumulators" if one.accum_mode != "fp32" else ""
+        accum = class_words(one.accum_mode) if one.accum_mode != "fp32" else ""
         device = one.device_name if len({each.device_name for each in self.measured.problems}) > 1 else ""
         return (
             ", ".join(part for part in (self.axes.describe_shared(one.problem), accum, device) if part) or self.kernel

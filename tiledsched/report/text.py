@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.device import describe_gpus
+from tiledsched.core.labels import class_words
 from tiledsched.core.problem import Problem, unit_of
 from tiledsched.core.schedule import SHORT
 from tiledsched.core.text import NOTHING, code, microseconds, percent_cell, plural, short
@@ -255,8 +256,8 @@ def _part(
 
 
 def _with_accumulators(problem: Problem, accum_mode: str) -> str:
-    """A problem, with its accumulators where they are not fp32."""
-    return str(problem) + (f", {accum_mode} accumulators" if accum_mode != "fp32" else "")
+    """A problem, with its class where that is not fp32."""
+    return str(problem) + (f", {class_words(accum_mode)}" if accum_mode != "fp32" else "")
 
 
 def _figures(report: Report, after: str) -> list[Block]:

@@ -23,7 +23,7 @@ from tiledsched.measure.runner import Candidate, RivalTime
 from tiledsched.measure.timing import BURST_GAP_S
 
 RIVAL_COMMAND = python_command("tiledsched.rivals.worker")
-ROUNDS = {"burst": 30, "sustained": 200}
+ROUNDS = {"burst": 30, "sustained": 200, "graph": 30, "graph-cold": 30}
 """Samples of each, by regime."""
 LEAST_ROUNDS = 6
 """Samples below which a rival counts as not timed: fewer have no 95% interval."""
@@ -80,7 +80,7 @@ class RivalRaces:
     Args:
         kernel: whose rivals.
         runner: measures our own; both hold one GPU.
-        regime: burst or sustained.
+        regime: burst, sustained, graph or graph-cold.
         command: how to start the process; tests start another.
         rounds: samples of each rival, by regime.
     """
@@ -107,6 +107,7 @@ class RivalRaces:
             return None
         try:
             if self._problem != problem:
+                rivals.beside_gib = None if self._ours.beside_gib is None else 0.0  # ours holds what is taken
                 rivals.begin(problem)
                 self._problem = problem
             self._ours.meet(rivals.meet(self._ours.meet(frozenset())))

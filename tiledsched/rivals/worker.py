@@ -22,12 +22,13 @@ from tiledsched.core.rivals import Call, Function, call_on
 from tiledsched.measure import timing
 from tiledsched.measure.arrays import Launch, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog
-from tiledsched.measure.runner import RivalTime
-from tiledsched.measure.timing import sample_rounds
+from tiledsched.measure.runner import GRAPHS, RivalTime
+from tiledsched.measure.timing import launches_in_graph, sample_rounds
 from tiledsched.measure.torch_timing import TorchStopwatch
 from tiledsched.rivals.methods import Trial, as_list, as_stored, as_tensors, capture_short, outputs_by_name, try_call
 from tiledsched.rivals.races import rival_time
 
+NOT_CAPTURED = "a CUDA graph cannot hold it"
 LONGEST = 200
 """Most characters of an error's first line that are reported."""
 
@@ -147,9 +148,15 @@ class TimedRivals:
         torch.cuda.synchronize()
         trials = list(tried.values())
         calls = [ours, *(each.call for each in trials)]
-        watch = TorchStopwatch(torch, calls, flush, host_us=max(each.host_us for each in trials))
+        host_us, warm = max(each.host_us for each in trials), regime == "graph"
+        watch, refused = TorchStopwatch(torch, calls, flush, host_us=host_us, warm=warm), set()
         if regime == "sustained":
             capture_short(watch, [try_call(torch, ours, flush), *trials])
+        elif (
+            regime in GRAPHS
+        ):  # as our own are timed; what changes arrays in place is given them anew for one launch only
+            count = launches_in_graph(try_call(torch, ours, flush).look_us, bool(state.arrays.changed)) if warm else 1
+            refused = {name for index, name in enumerate(["", *tried]) if not watch.capture(index, count)}
         log = ConditionsLog(state.ours, time.time())
         samples = sample_rounds(
             watch,
@@ -165,7 +172,7 @@ class TimedRivals:
         # Last: a capture that fails may leave a library in a state of its own.
         return {
             name: {
-                "failure": f"timed {disturbance}" if disturbance else "",
+                "failure": f"timed {disturbance}" if disturbance else NOT_CAPTURED * (name in refused),
                 "samples_us": theirs,
                 "ours_us": samples[0],
                 "capturable": TorchStopwatch(torch, [each.call], flush).capture(0, 1),

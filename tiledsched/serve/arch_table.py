@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tiledsched.build.toolchain import takes_hints
+from tiledsched.core.config import EXACT, INVARIANT
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
+from tiledsched.measure.runner import GRAPHS, LAUNCHED, REGIMES
 from tiledsched.rivals.forecast import TimedProblems, timed_problems
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters, log_us
 from tiledsched.store.evidence import for_compiler, precedence
@@ -24,8 +26,6 @@ from tiledsched.store.spills import Spills
 
 MEASURED_PROVENANCES = ("measured", "transferred")
 """Provenances of entries that were measured on some device."""
-EXACT = "fp32"
-"""The accuracy class that may be served for any other."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class ArchTable:
     seen_mhz: Mapping[str, int]
     """By the name of each GPU, the highest clock at which something was measured."""
     regime: str = "burst"
-    """The requested regime, burst or sustained."""
+    """The requested regime: burst, sustained, graph or graph-cold."""
     accum_mode: str = "fp32"
     """The requested accuracy class."""
     forced: Mapping[str, KnobValue] = field(default_factory=dict)
@@ -64,6 +64,8 @@ class ArchTable:
     def __post_init__(self) -> None:
         self.arch = self.space.arch
         self.spec = arch_spec(self.arch) if self.arch in ARCHS else None
+        self.invariant = [each for each in self.entries if each.accum_mode == INVARIANT and each.group]
+        """Entries of schedules whose bits do not depend on the batch, each in its group."""
         self.modelled: list[Entry] = []
         """Entries that no device measured."""
         self.measured: list[Entry] = []
@@ -87,10 +89,14 @@ class ArchTable:
 
     def _usable(self) -> Iterator[Entry]:
         """The entries that the installed compiler can build, with complete schedules: those of the requested regime and accuracy
-        class, and for each problem and device where nothing was measured in these, what is nearest to them."""
+        class, and for each problem and device where nothing was measured in these, what is nearest to them: to a regime of graphs
+        the other one."""
+        others = (*GRAPHS, *LAUNCHED) if self.regime in GRAPHS else REGIMES
+        order = list(dict.fromkeys((self.regime, *others)))
 
         def mismatch(entry: Entry) -> int:
-            return (entry.regime not in ("", self.regime)) + 2 * (entry.accum_mode != self.accum_mode)
+            apart = order.index(entry.regime) if entry.regime else 0
+            return apart + len(order) * (entry.accum_mode != self.accum_mode)
 
         mine = [
             each for each in for_compiler(self.entries, self.compiler) if each.accum_mode in (self.accum_mode, EXACT)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
+from tiledsched.core.similarity import batch_distance
 from tiledsched.rivals.offers import Offer, expected_offers, forecast_offers, measured_offers, published_offers
 from tiledsched.serve.arch_table import MEASURED_PROVENANCES, ArchTable
 from tiledsched.serve.transfer import (
@@ -182,6 +185,37 @@ class Exact(Link):
             entry=entry,
             is_own=True,
             stale=table.stale(entry),
+        )
+
+
+class InOneOrder(Link):
+    """What computes each row with the same bits, however many rows there are: of the schedules that were proven to do so, the one
+    for the next larger batch."""
+
+    def __call__(self, question: Question) -> Served | None:
+        """The schedule of one group, which does not depend on the sizes of the batch dims."""
+        table, p, name = question.table, question.problem, question.device_name
+        stands_for = p.declaration.representative
+        known = [each for each in table.invariant if stands_for(each.problem) == stands_for(p)]
+        if not known:
+            return None
+        sizes = Counter(each.group for each in known)
+
+        def preference(entry: Entry) -> tuple[Any, ...]:
+            here = entry.device_name == name, entry.compiler == table.compiler
+            return *here, sizes[entry.group], entry.run_id or 0, entry.group
+
+        group = [each for each in known if each.group == max(known, key=preference).group]
+        entry = min(group, key=lambda each: (each.regime != table.regime, batch_distance(p, each.problem)))
+        measured = f"{'this problem' if entry.problem == p else entry.problem} was measured on {table.where(entry)}"
+        return Served(
+            schedule=table.space.complete(entry.schedule),
+            provenance="measured" if entry.problem == p and name in ("", entry.device_name) else "transferred",
+            steps=(self.step(f"{measured}; its bits are those of every batch, as digests on the GPU showed"),),
+            entry=entry,
+            is_own=entry.problem == p,
+            stale=table.stale(entry),
+            gated=tuple(each.problem for each in group if each.schedule == entry.schedule and each.measurement),
         )
 
 
@@ -395,7 +429,7 @@ class Evidence(Link):
             said += f", in the {entry.regime} regime; nothing was in the {table.regime} one"
         if slowed:
             said += "; the evidence was taken while the GPU's clock was held down"
-        if entry.accum_mode != table.accum_mode:
+        if entry.accum_mode not in (table.accum_mode, INVARIANT):
             said += f", with {entry.accum_mode} accumulators; nothing was with {table.accum_mode} ones"
         return served.then(self.step(said), held_down=slowed) if said else served
 
@@ -451,6 +485,10 @@ FOUND: tuple[Refiner, ...] = (Sound(), Rivals())
 """The links after one that found a schedule."""
 AT_LAST: tuple[Refiner, ...] = (Published(), Evidence(), Forced())
 """The links for each problem by itself, also where problems of about one size share what was found."""
+
+
+INVARIANT_LAST: tuple[Refiner, ...] = (Evidence(), Forced())
+"""The links after a choice whose bits must not depend on the batch: none that chooses by the batch, and no rivals."""
 
 
 def find(links: Sequence[Finder], question: Question, passed: Sequence[LinkStep] = ()) -> Served | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
-from tiledsched.core.config import Settings
+from tiledsched.core.config import INVARIANT, Settings
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import SearchSpace
@@ -189,7 +189,8 @@ def load_table(
         archs: read shipped tables of these archs only; None for all.
         spaces: search spaces in place of the kernel's own.
     """
-    found = layers(settings, archs, kernel, near=True)
+    # Which entries lie near a problem depends on its batch.
+    found = layers(settings, archs, kernel, near=settings.schedule_class != INVARIANT)
     near = Near(found, kernel) if any(layer.stored for layer in found) else None
     return table_of(combined(found), settings, kernel=kernel, spaces=spaces, near=near)
 
@@ -211,7 +212,7 @@ def table_of(
         entries,
         kernel=kernel,
         regime=settings.regime,
-        accum_mode=settings.accum_mode,
+        accum_mode=settings.schedule_class,
         forced=forced,
         spaces=spaces,
         near=near,
@@ -232,8 +233,9 @@ class Near:
 
     def __init__(self, found: Sequence[Layer], kernel: KernelClass) -> None:
         self._layers, self._kernel = found, kernel
-        self.raced = any(layer.stored.raced for layer in found if layer.stored)
-        """Whether rivals were timed for any of the entries that are in databases."""
+        stored = [layer.stored for layer in found if layer.stored]
+        self.raced, self.in_graphs = any(each.raced for each in stored), any(each.in_graphs for each in stored)
+        """Whether rivals were timed for any of the entries that are in databases, and whether any was timed in graphs."""
         self.seen_mhz: dict[str, int] = {}
         """By the name of each GPU, the highest clock behind the entries that are in databases."""
         for layer in found:

@@ -172,6 +172,7 @@ def launch_first(
     """
     settings = process.settings()
     strict = settings.compile == "wait" or settings.fallback == "error" or settings.rivals == "off"
+    strict = strict or process.is_invariant()  # nothing else has the bits of our schedule
     # What deterministic algorithms compute must not depend on what has been compiled by then.
     stand_in = None if strict or torch.are_deterministic_algorithms_enabled() else stand_in
     # On a stream other than the default one, torch has a capture warmed up, which is to hold our kernel.
@@ -270,6 +271,7 @@ def explain_plan(plan: Plan, tensors: tuple[Any, ...], *, verify: bool) -> Expla
         served=plan.served,
         rival=plan.rival.name if plan.rival else "",
         in_graphs=plan.in_graphs.name if plan.in_graphs else "",
+        captured=plan.captured_served,
         launched_fingerprint=fingerprint,
         compiling=any(not each.is_done for kernel, *_ in plan.steps for each in getattr(kernel, "builds", ())),
         controls=process.settings().sources,
@@ -299,13 +301,17 @@ def _launch_elsewhere(
     keep_zeros: bool,
     rival_extras: tuple[Any, ...] | None,
 ) -> Any:
-    """A call of a plan that has rivals: the outputs of the rival that serves it, laid out like our own; where none does, or the
-    rival fails after its first call, those of our own kernel.
+    """A call of a plan that has rivals, or another schedule for captured graphs: the outputs of the rival that serves it, laid
+    out like our own; where none does, or the rival fails after its first call, those of our own kernel.
 
     Raises:
         LaunchError: the rival failed in a capture, or our own kernel did; `RivalError` where the rival failed in its first call.
     """
     capturing = process.runtime.is_capturing()
+    if plan.captured is not None and capturing and (plan.problem, plan.device) not in process.runtime.refused:
+        return launch_plan(plan.captured, tensors, numbers, first, keep_zeros, rival_extras)
+    if plan.captured is not None and first and not capturing:
+        _load_captured(plan, plan.captured, tensors, numbers)
     if not (first or plan.rival is not None or capturing or _prepares_capture(plan)):
         return launch_plan(plan.own, tensors, numbers, keep_zeros=keep_zeros)  # the rival is for graphs alone
     usual = numbers is None or numbers == plan.tail[: len(numbers)]  # a rival is made for the numbers declared
@@ -332,6 +338,18 @@ def _launch_elsewhere(
     if plan.calls is not None and not (first and plan.in_graphs is None):
         next(plan.calls)
     return in_layout(plan, out)
+
+
+def _load_captured(plan: Plan, captured: Plan, tensors: Sequence[Any], numbers: tuple[float, ...] | None) -> None:
+    """Launch what a capture is to hold once, so that a capture finds it loaded. Where it is refused, graphs hold what eager calls
+    run. It may be compiled by and by."""
+    given = tuple(each.clone() if place in plan.changed else each for place, each in enumerate(tensors))
+    try:
+        launch_plan(captured.own, given, numbers, first=True)
+    except LaunchError as error:
+        if not isinstance(error.__cause__, BuildingError):
+            process.runtime.refused.add((plan.problem, plan.device))
+            config.warn_once(f"{error}; captured graphs hold the schedule of eager calls instead")
 
 
 def _serving_rival(plan: Plan, given: Sequence[Any], first: bool, capturing: bool) -> Rival | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tiledsched.build.compiler import export
@@ -35,6 +35,8 @@ class Explanation:
     """The rival that eager calls run instead; empty where none is, or where that depends on what is installed."""
     in_graphs: str = ""
     """The rival that a CUDA graph captures instead; empty where none is, or where that depends on what is installed."""
+    captured: Served | None = None
+    """What serves calls that a CUDA graph captures, by the times of replayed graphs; None where that is `served`."""
     launched_fingerprint: str = ""
     """Fingerprint of the machine code that a launch with these very tensors runs; empty unless it was compiled to know it."""
     compiling: bool = False
@@ -97,6 +99,7 @@ class Explanation:
             "entry": entry.to_json() if entry else None,
             "rival": self.rival or None,
             "in_graphs": self.in_graphs or None,
+            **({"captured": replace(self, served=self.captured, captured=None).to_json()} if self.captured else {}),
             "rivals": [each.to_json() for each in self.served.rivals],
             "controls": dict(self.controls),
             "launched_fingerprint": self.launched_fingerprint or None,
@@ -119,21 +122,34 @@ class Explanation:
             *self._rivals(),
             ("expected", self._expected()),
             *(self._evidence(served.entry) if served.entry is not None else ()),
+            ("in graphs", self._captured_words()),
             ("settings", ", ".join(f"{name} from {where}" for name, where in self.controls.items())),
             ("launched", f"{self.launched_fingerprint}: {verdict}" if self.launched_fingerprint else ""),
         ]
         lines = (f"  {name:<11} {text}" for name, text in rows if text)
         return "\n".join([f"{self.problem} on {self.device_name or self.arch}", *lines])
 
+    def _captured_words(self) -> str:
+        """The schedule that a CUDA graph captures, and its time in replayed graphs; empty where no such times are known."""
+        captured = self.captured
+        if captured is None or captured.entry is None or captured.entry.median_us is None:
+            return ""
+        which = "the same schedule" if captured.schedule == self.served.schedule else captured.schedule.short()
+        return (
+            f"a CUDA graph holds {which} ({captured.provenance}, {captured.entry.median_us:.1f} us in the "
+            f"{captured.entry.regime} regime: {captured.entry.source})"
+        )
+
     def _rivals(self) -> list[tuple[str, str]]:
         """Rows about the rivals that are called instead: in eager calls and, where it is another, in captured graphs."""
         offers, rows = self.served.rivals, []
+        of_graphs = offers if self.captured is None else self.captured.rivals
         eager = _first([each for each in offers if not each.only_captured], self.rival)
-        captured = _first([each for each in offers if each.capturable], self.in_graphs)
+        captured = _first([each for each in of_graphs if each.capturable], self.in_graphs)
         if eager is not None:
             how = " is called instead" if self.rival else ", where it is installed"
             rows.append(("rival", f"{eager.name}{how}: {eager.reason}"))
-        if captured is not None and captured is not eager:
+        if captured is not None and (eager is None or captured.name != eager.name):
             how = "" if self.in_graphs else ", where it is installed"
             why = "; its eager calls would wait for the host" if captured.only_captured else ""
             rows.append(("rival", f"in a captured graph {captured.name} is served{how}: {captured.reason}{why}"))
@@ -176,7 +192,8 @@ class Explanation:
         if entry.margin is not None:  # it is below 0 where a race's rules chose between what cannot be told apart
             margin = f"{abs(entry.margin):.1%} {'faster' if round(entry.margin, 3) < 0 else 'slower'}"
         layer = f" ({entry.layer} layer)" if entry.layer else ""
-        source = entry.source.removesuffix(f"; {entry.same_numbers}")
+        numbers = entry.same_numbers or entry.batch_invariant
+        source = entry.source.removesuffix(f"; {numbers}")
         return [
             ("evidence is for", "" if is_own else f"{entry.problem}, schedule {entry.schedule.short()}:"),
             ("measured", measured),
@@ -185,7 +202,7 @@ class Explanation:
             ("runner-up", f"{entry.runner_up.short()} ({margin})" if entry.runner_up is not None else ""),
             ("tied with", "; ".join(tie.short() for tie in entry.ties)),
             ("raced", "; ".join(map(rival_text, entry.rivals or ()))),
-            ("numbers", entry.same_numbers),
+            ("numbers", numbers),
             ("evidence", f"{source}, {entry.candidates} distinct programs compared{layer}"),
         ]
 
@@ -211,6 +228,7 @@ def explain_problem(
         arch=arch,
         device_name=device_name,
         served=table.resolve(problem, arch, device_name),
+        captured=table.resolve_captured(problem, arch, device_name),
         controls=controls or {},
     )
 

@@ -19,25 +19,47 @@ schedule, which takes another time. Without a compiler it is stale where bundles
 Of choices that were not measured the first is served whose program is not known to spill registers, nor to fail to build
 (:mod:`tiledsched.store.spills`). Nothing that a launch finds changes a choice, so that all processes make the same one.
 
-A problem that was not measured in the requested regime or accuracy class is served by its measurement in the other regime, or in
-the exact class, and the reason says so. A less exact class never takes the place of the exact one.
+A problem that was not measured in the requested regime or accuracy class is served by its measurement in another regime, or in
+the exact class, and the reason says so. A less exact class never takes the place of the exact one. Calls that a CUDA graph
+captures are looked up in a table of their own, in which the times of replayed graphs come first.
+
+Where `numerics` is "invariant", the bits of a row must not depend on how many rows there are. Then the schedule of the next
+larger batch is served, of one group that was proven to have equal bits. Where the problem was never tuned so, one schedule serves
+every batch: the one for a size that the kernel declares. Neither rule lets the batch choose between other bits.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tiledsched.core.config import EXACT as EXACT_CLASS
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.device import SAME_CODE
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
+from tiledsched.measure.runner import GRAPHS
 from tiledsched.serve.arch_table import ArchTable
-from tiledsched.serve.chain import AT_LAST, EXACT, GUESSES, SHARED, LinkStep, Question, Served, find, refined
+from tiledsched.serve.chain import (
+    AT_LAST,
+    EXACT,
+    GUESSES,
+    INVARIANT_LAST,
+    SHARED,
+    InOneOrder,
+    LinkStep,
+    Question,
+    Served,
+    find,
+    refined,
+)
+from tiledsched.serve.transfer import Nearby, nearby
 from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
@@ -69,6 +91,11 @@ class LookupTable:
         **options: Any,
     ) -> None:
         self.kernel, self._options, self._near = kernel, options, near
+        self._invariant = bool(options.get("accum_mode") == INVARIANT and kernel.batch_dims)
+        if options.get("accum_mode") == INVARIANT:  # a kernel without batch dims is served as usual
+            options |= {"accum_mode": EXACT_CLASS}
+        self.regime: str = options.get("regime", "burst")
+        """The requested regime."""
         self._spaces = {space.arch: space for space in spaces}
         self._seen_mhz = clocks_of(entries, near.seen_mhz if near else {})
         self._by_arch: dict[str, list[Entry]] = defaultdict(list)
@@ -93,17 +120,41 @@ class LookupTable:
 
     def knowing(self, arch: str, spills: Spills) -> LookupTable:
         """This table, with more known of programs of an arch that spill registers or do not build."""
-        other, of_arch = copy.copy(self), copy.copy(self._of_arch(arch))
+        of_arch = copy.copy(self._of_arch(arch))
         of_arch.spills = joined(of_arch.spills, spills)
-        other._tables, other._answers = self._tables | {arch: of_arch}, {}
-        return other
+        return self._with(_tables=self._tables | {arch: of_arch})
 
     def without(self, problem: Problem, arch: str) -> LookupTable:
-        """This table, as if neither the problem nor another one that is the same work had been measured."""
+        """This table, as if neither the problem nor another one that is the same work were measured, and nothing in graphs."""
+        tables = self._tables | {arch: self._around(problem, arch).without(problem)}
+        return self._with(_tables=tables, _near=None, _of_graphs=None)
+
+    def _with(self, **changes: Any) -> LookupTable:
+        """This table with other attributes; answers are found anew."""
         other = copy.copy(self)
-        other._tables, other._answers = self._tables | {arch: self._around(problem, arch).without(problem)}, {}
-        other._near = None
+        vars(other).pop("_of_graphs", None)
+        vars(other).update(changes, _answers={})
         return other
+
+    def resolve_captured(self, problem: Problem, arch: str, device_name: str = "") -> Served | None:
+        """What serves calls that a CUDA graph captures, by the times of replayed graphs; None where :meth:`resolve` says it. The
+        arguments and errors are those of `resolve`."""
+        served = self._of_graphs.resolve(problem, arch, device_name) if self._of_graphs else None
+        return served if served and served.entry and served.entry.regime in GRAPHS else None
+
+    @functools.cached_property
+    def _of_graphs(self) -> LookupTable | None:
+        """This table, with the times of replayed graphs before others; None where it holds none, and where the bits of a row must
+        be the same in eager and in captured calls.
+        """
+        if self._invariant:
+            return None
+        known = any(entry.regime in GRAPHS for entries in self._by_arch.values() for entry in entries)
+        return (
+            self._with(_options=self._options | {"regime": GRAPHS[0]}, regime=GRAPHS[0], _tables={})
+            if known or (self._near and self._near.in_graphs)
+            else None
+        )
 
     def spills(self, arch: str) -> Spills:
         """What is known of programs of an arch that spill registers or do not build."""
@@ -121,6 +172,12 @@ class LookupTable:
             SpaceError: the arch has no search space.
             ConfigError: a forced knob makes the schedule invalid.
         """
+        if self._invariant:
+            return self._in_one_order(problem, arch, device_name)
+        return refined(AT_LAST, *self._found(problem, arch, device_name))
+
+    def _found(self, problem: Problem, arch: str, device_name: str) -> tuple[Question, Served]:
+        """The question that a problem asks, and the answer before the last links."""
         question = Question(problem=problem, table=self._around(problem, arch, alone=True), device_name=device_name)
         served = find(EXACT, question)
         if self._near and (served is None or self._near.raced):
@@ -128,12 +185,33 @@ class LookupTable:
             served = find(EXACT, question)
         served = served or self._shared(question) or find(GUESSES, question, NOT_MEASURED)
         assert served is not None, "there always is a default"
-        return refined(AT_LAST, question, served)
+        return question, served
+
+    def _in_one_order(self, problem: Problem, arch: str, device_name: str) -> Served:
+        """What is served where the bits of a row must not depend on the batch: what was proven, or else one schedule for all."""
+        question = Question(problem=problem, table=self._of_arch(arch), device_name=device_name)
+        served = InOneOrder()(question)
+        if served is None:
+            stands_for = self.kernel.representative(problem)
+            served = self._found(stands_for, arch, device_name)[1]
+            said = f"one schedule for every batch, as for {stands_for}, not proven by digests; tune with --numerics invariant: "
+            step = LinkStep(link=InOneOrder.__name__, said=said, leads=True)
+            schedule = self.kernel.ordered(stands_for, served.schedule)
+            served = served.then(step, schedule=schedule, alternatives=(), rivals=(), is_own=False)
+        return refined(INVARIANT_LAST, question, served)
+
+    def nearby(self, problem: Problem, arch: str) -> Nearby | None:
+        """What was measured on an arch near a problem, and on it, says about schedules for it; None where that is nothing."""
+        table = self._around(problem, arch)
+        spec = table.spec
+        return nearby(problem, table.alike(problem), table.space, spec, table.policy) if spec else None
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after
         the last one the default. None where the default failed, or the schedule is forced.
         """
+        if self._invariant:  # another schedule would have other bits
+            return None
         refused, laid = served.schedule.short(), "does not compile for arrays laid out like these"
         if served.alternatives:
             following, *rest = served.alternatives

@@ -47,6 +47,8 @@ class Decision:
     """The rival that eager calls run; None for our own kernel."""
     in_graphs: Rival | None = None
     """The rival that a CUDA graph captures; None for our own kernel."""
+    captured_served: Served | None = None
+    """What serves calls that a CUDA graph captures, by the times of replayed graphs; None where that is `served`."""
     calls: Iterator[int] | None = field(default=None, compare=False, repr=False)
     """Counts the calls of problems of about this size; None where calls are not captured."""
 
@@ -87,12 +89,15 @@ class Plan(Decision):
     """Where something is changed in place, for each input tensor: its name, how many bytes of memory it fills without a gap, 0
     where it leaves gaps, and its strides."""
     launch_on: int
-    """The device's index, or `ELSEWHERE` where a rival may be called, so that other launches need not check for rivals. A plain
-    field, as all that a call reads: whatever is computed late makes each of them slower to read."""
+    """The device's index, or `ELSEWHERE` where a rival may be called, or a captured graph holds another schedule, so that other
+    launches need not check for these. A plain field, as all that a call reads: whatever is computed late makes each of them
+    slower to read."""
     sync: bool
     """Whether each call waits for the GPU."""
     direct: Rival | None
     """The rival that computes the one output of every call but the first, eager or captured; None where calls may differ."""
+    captured: Plan | None = None
+    """The plan that a CUDA graph captures, where another schedule serves there."""
 
     @functools.cached_property
     def own(self) -> Plan:
@@ -124,17 +129,28 @@ def choose(
         served: what is served; the table's answer unless given.
     """
     kernel, index = problem.declaration, tensors[0].get_device()
-    facts, table = process.device_facts(index), process.table(kernel)  # type: ignore[arg-type]  # a class is hashable
+    facts, table = process.device_facts(index), process.table(kernel)
     if not table.known_arch(facts.arch):
         return f"{kernel.name} has no search space for {facts.arch}; add one, or run on another GPU"
+    captured = None if served else table.resolve_captured(problem, facts.arch, facts.name)
     served = served or table.resolve(problem, facts.arch, facts.name)
     rival, in_graphs = choose_rivals(served, make_rivals) if make_rivals else (None, None)
+    if captured is not None and make_rivals:
+        _, in_graphs = choose_rivals(captured, make_rivals)
+        in_graphs = rival if in_graphs and rival and in_graphs.name == rival.name else in_graphs
     process.log_choice(name, problem, facts, served, rival, in_graphs)
     calls, settings = None, process.settings()
     if settings.capture:
         calls = capture.note(settings, problem, tensors, facts, served, rival.name if rival else "")
     return Decision(
-        name=name, problem=problem, device=index, served=served, rival=rival, in_graphs=in_graphs, calls=calls
+        name=name,
+        problem=problem,
+        device=index,
+        served=served,
+        rival=rival,
+        in_graphs=in_graphs,
+        captured_served=captured,
+        calls=calls,
     )
 
 
@@ -155,6 +171,15 @@ def make_plan(
         changed: names of the inputs that the kernel changes in place.
     """
     problem, schedule, kernel = decision.problem, decision.served.schedule, decision.problem.declaration
+    captured = None
+    if (in_capture := decision.captured_served) is not None and in_capture.schedule != schedule:
+        captured = make_plan(
+            replace(decision, served=in_capture, captured_served=None, rival=None, calls=None),
+            inputs,
+            outputs,
+            numbers,
+            changed,
+        )
     facts = process.device_facts(decision.device)
     launches = steps(kernel, problem, schedule, facts)
     objects = process.kernel_objects(kernel, problem, schedule, facts, launches)
@@ -209,13 +234,15 @@ def make_plan(
         changed=tuple(place for name in changed if isinstance(place := places[name], int)),
         spans=_spans(inputs) if changed else (),
         sync=sync,
+        captured=captured if captured and captured.numbers.keys() == numbers.keys() else None,  # a call gives them once
         **rival_fields(decision, is_single, sync),
     )
 
 
 def rival_fields(decision: Decision, is_single: bool, sync: bool) -> dict[str, Any]:
-    """The fields of a plan that follow from its rivals."""
-    alone = decision.rival is None and decision.in_graphs is None
+    """The fields of a plan that follow from its rivals, and from what captured graphs hold."""
+    in_capture = decision.captured_served or decision.served
+    alone = decision.rival is None and decision.in_graphs is None and in_capture.schedule == decision.served.schedule
     always = is_single and not sync and decision.rival is decision.in_graphs
     return {"launch_on": decision.device if alone else ELSEWHERE, "direct": decision.rival if always else None}
 
@@ -229,7 +256,7 @@ def next_choice(plan: Plan, make: Callable[[Served], Plan | str]) -> Plan | None
         make: makes a plan of what is served.
     """
     arch = process.device_facts(plan.device).arch
-    table = process.table(plan.problem.declaration)  # type: ignore[arg-type]
+    table = process.table(plan.problem.declaration)
     served = table.fallback_for(plan.served, plan.problem, arch)
     found = served and make(served)
     if not isinstance(found, Plan):

@@ -74,7 +74,7 @@ def call_key(*call: Any) -> tuple[Any, ...]:
 class PlanCache(Generic[P]):
     """The plans of one operator, for any number of threads."""
 
-    __slots__ = ("_found_last", "_key_of", "building", "last_of_kind", "plans", "ready", "recent")
+    __slots__ = ("_found_last", "_key_of", "_others", "building", "last_of_kind", "plans", "ready", "recent")
     every: list[PlanCache[Any]] = []  # noqa: RUF012
 
     def __init__(self, key_of: Callable[..., tuple[Any, ...]]) -> None:
@@ -93,7 +93,15 @@ class PlanCache(Generic[P]):
         type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher. Plain tuples, which
         are read fastest; never changed, only replaced, for threads that read them."""
         self._found_last: P | None = None
+        self._others: tuple[Any, ...] = ({}, {}, {}, {}, ())
+        """The plans, last plans of kinds, ready plans, programs being built and recent plans of the other numerics."""
         self.every.append(self)
+
+    def swap(self) -> None:
+        """Exchange the plans of calls whose bits must not depend on the batch with those of other calls."""
+        mine = self.plans, self.last_of_kind, self.ready, self.building, self.recent
+        self.plans, self.last_of_kind, self.ready, self.building, self.recent = self._others
+        self._others, self._found_last = mine, None
 
     def find_ready(self, tensors: Tensors, options: Options) -> P | None:
         """The plan for a call that needs nothing but launches; None where there is none yet, gradients are
@@ -148,6 +156,7 @@ class PlanCache(Generic[P]):
             self.building.clear()
             self.last_of_kind.clear()
             self.recent, self._found_last = (), None
+            self._others = ({}, {}, {}, {}, ())
 
     def _try_first(self, key: tuple[Any, ...], plan: P, tensors: Tensors, options: Options) -> None:
         """Try `plan` first from now on, where torch's comparison can be used."""

@@ -6,8 +6,8 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ContextDecorator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cuda.tile as ct  # importing it here keeps half of its time out of the first call
@@ -31,6 +31,8 @@ log = logging.getLogger("tiledsched")
 _kernels: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _get_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_invariant_blocks = 0
+"""Blocks of :class:`batch_invariant` in which this process is."""
 _retired: list[Any] = []
 """Kernel objects made before a reload. cuTile unloads the programs of a kernel object that is deleted, and a CUDA graph that was
 captured earlier may still launch them."""
@@ -112,11 +114,46 @@ def wait_for_programs() -> None:
         config.configure(compile="wait")
 
 
-@functools.cache
+class batch_invariant(ContextDecorator, metaclass=config.CalledFirst):  # noqa: N801
+    """Within the block, or the decorated function, a row's bits do not depend on how many rows are computed with it.
+
+    `with tiledsched.batch_invariant(): tiledsched.matmul(x, w)` is what the setting `numerics` = "invariant" does for a whole
+    process. It holds for `sdpa` and every function and operator of a kernel that declares `batch_dims`, in eager calls, in calls
+    of compiled functions, and for what a CUDA graph captures within the block; and for all threads, until the last block ends.
+    Kernels that declare none, such as those of most gradients, compute as usual.
+    """
+
+    def __enter__(self) -> None:
+        _enter(1)
+
+    def __exit__(self, *error: object) -> None:
+        _enter(-1)
+
+
+def _enter(blocks: int) -> None:
+    """Enter or leave a block of :class:`batch_invariant`. The first and last exchange the plans: calls read no flag."""
+    global _invariant_blocks
+    with lock:
+        before, _invariant_blocks = _invariant_blocks, _invariant_blocks + blocks
+        if 0 in (before, _invariant_blocks):
+            for cache in PlanCache.every:
+                cache.swap()
+
+
+def is_invariant() -> bool:
+    """Whether plans that are made now must compute bits that do not depend on the batch."""
+    return _invariant_blocks > 0 or settings().numerics == config.INVARIANT
+
+
 def table(kernel: KernelClass) -> LookupTable:
-    """The tuned table of a kernel for the GPUs of this machine, read once."""
+    """The tuned table of a kernel for the GPUs of this machine, under the numerics that hold now, read once for each of these."""
+    return _table(kernel, config.INVARIANT if is_invariant() else "any")  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.cache
+def _table(kernel: Any, numerics: str) -> LookupTable:
     archs = {device_facts(index).arch for index in range(torch.cuda.device_count())}
-    return runtime.load_table(settings(), kernel=kernel, archs=archs or None)
+    return runtime.load_table(replace(settings(), numerics=numerics), kernel=kernel, archs=archs or None)
 
 
 @functools.cache
@@ -158,7 +195,7 @@ def forget_plans() -> None:
         for cache in PlanCache.every:
             cache.forget()
         settings.cache_clear()
-        table.cache_clear()
+        _table.cache_clear()
 
 
 def forget_kernels() -> None:

@@ -45,7 +45,7 @@ def choice_digest(settings: Settings | None = None) -> str:
         __version__,
         compiler_at_hand(),
         settings.regime,
-        settings.accum_mode,
+        settings.schedule_class,
         dict(settings.knobs),
         bundles,
         entries,

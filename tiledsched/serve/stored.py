@@ -54,15 +54,18 @@ class StoredEntries:
         counted = rows.run(f"SELECT count(*) FROM entries r WHERE {self._condition}", self._words)
         self.many = next(iter(counted))[0] > MANY
         """Whether there are so many that a call does not wait for all."""
-        self.raced = False
-        """Whether rivals were timed for any of them."""
+        self.raced = self.in_graphs = False
+        """Whether rivals were timed for any of them, and whether any was timed in graphs."""
         self.seen_mhz: dict[str, int] = {}
         """By the name of each GPU, the highest clock behind any of them."""
         self._known: dict[str, list[Entry]] = {}
         if self.many:
             of_kernel = f"FROM entries r WHERE {self._condition}"
-            raced = rows.run(f"SELECT 1 {of_kernel} AND r.rivals IS NOT NULL LIMIT 1", self._words)
-            self.raced = next(iter(raced), None) is not None
+            found = [
+                next(iter(rows.run(f"SELECT 1 {of_kernel} AND {what} LIMIT 1", self._words)), None) is not None
+                for what in ("r.rivals IS NOT NULL", "r.regime LIKE 'graph%'")
+            ]
+            self.raced, self.in_graphs = found
             self._read_clocks(rows)
             self._read_problems(rows)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -93,22 +93,28 @@ class Transfer:
     """The next choices, by mean predicted loss."""
 
 
-def transfer(
+@dataclass(frozen=True, kw_only=True)
+class Nearby:
+    """What the entries near a problem say about schedules for it."""
+
+    distance: float
+    """Distance of the nearest entry."""
+    neighbours: int
+    """Number of entries that predict losses."""
+    namers: Sequence[tuple[Entry, Mapping[Schedule, float]]]
+    """The entries that give candidates, the nearest first, and what each candidate lost there."""
+    mean_loss: Callable[[Schedule], float]
+    """The predicted loss of any schedule that is valid for the problem: the log of its time over that of the best."""
+
+
+def nearby(
     problem: Problem,
     entries: Iterable[Entry],
     space: SearchSpace,
     spec: ArchSpec,
     parameters: TransferParameters = NEAR_KIND,
-) -> Transfer | None:
-    """The schedule with the lowest mean predicted loss; None where no entry names a schedule that is valid for the problem.
-
-    Args:
-        problem: what is to be computed.
-        entries: measured entries of one arch with complete schedules; those of the problem's kind predict best.
-        space: the search space of the arch, whose constraints the result obeys.
-        spec: the arch.
-        parameters: the numbers of the policy.
-    """
+) -> Nearby | None:
+    """What entries say about schedules for a problem; None where there is none. The arguments are those of :func:`transfer`."""
     distance = problem.declaration.similarity.distance
     near = sorted(
         ((distance(entry.problem, problem), entry) for entry in entries),
@@ -144,13 +150,35 @@ def transfer(
         total = sum(weight * predicted_loss(entry, losses, schedule) for weight, entry, losses in weighted)
         return round(total / sum(weight for weight, _, _ in weighted), 9)
 
-    candidates = {schedule for _, losses in namers for schedule in losses}
-    if not candidates:
+    return Nearby(distance=closest, neighbours=len(weighted), namers=namers, mean_loss=mean_loss)
+
+
+def transfer(
+    problem: Problem,
+    entries: Iterable[Entry],
+    space: SearchSpace,
+    spec: ArchSpec,
+    parameters: TransferParameters = NEAR_KIND,
+) -> Transfer | None:
+    """The schedule with the lowest mean predicted loss; None where no entry names a schedule that is valid for the problem.
+
+    Args:
+        problem: what is to be computed.
+        entries: measured entries of one arch with complete schedules; those of the problem's kind predict best.
+        space: the search space of the arch, whose constraints the result obeys.
+        spec: the arch.
+        parameters: the numbers of the policy.
+    """
+    found = nearby(problem, entries, space, spec, parameters)
+    candidates = {schedule for _, losses in found.namers for schedule in losses} if found else set()
+    if found is None or not candidates:
         return None
-    ranked = sorted(candidates, key=lambda schedule: (mean_loss(schedule), schedule.id))[: 1 + ALTERNATIVES]
-    entry = next(entry for entry, losses in namers if ranked[0] in losses)
+    ranked = sorted(candidates, key=lambda schedule: (found.mean_loss(schedule), schedule.id))[: 1 + ALTERNATIVES]
+    entry = next(entry for entry, losses in found.namers if ranked[0] in losses)
     best, *others = dict.fromkeys(_with_own_shares(schedule, problem, space, spec) for schedule in ranked)
-    return Transfer(schedule=best, entry=entry, distance=closest, neighbours=len(weighted), others=tuple(others))
+    return Transfer(
+        schedule=best, entry=entry, distance=found.distance, neighbours=found.neighbours, others=tuple(others)
+    )
 
 
 def _with_own_shares(schedule: Schedule, problem: Problem, space: SearchSpace, spec: ArchSpec) -> Schedule:

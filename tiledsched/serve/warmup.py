@@ -155,7 +155,12 @@ def prepare(
     needed: dict[Key, tuple[Schedule, Problem]] = {}
     outcomes: dict[Key, Built] = {}
     lost: dict[Key, Built] = {}
-    waiting = [(problem, table.resolve(problem, arch, device)) for problem in wanted] if has_code else []
+    waiting = [
+        (problem, served)
+        for problem in (wanted if has_code else ())
+        for served in (table.resolve(problem, arch, device), table.resolve_captured(problem, arch, device))
+        if served is not None
+    ]
     while waiting:
         keys = [_key(kernel, arch, problem, served.schedule) for problem, served in waiting]
         fresh = {

@@ -24,6 +24,8 @@ from tiledsched.store.codec import encode
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
 SAME_NUMBERS = "bit for bit the numbers of "
+BATCH_INVARIANT = "batch-invariant group "
+"""How the part of a source begins that tells of bits that do not depend on the batch; the group's name follows, and a colon."""
 """How the part of an entry's source begins that says whose numbers a schedule had to have to win."""
 Place = tuple[str, str, Problem, str, str, str]
 """What an entry answers; see :attr:`Entry.place`."""
@@ -210,7 +212,8 @@ class Entry(Printable):
     regime: str = ""
     """burst or sustained; empty where nothing was measured."""
     accum_mode: str = "fp32"
-    """fp32 or fp16. Results with fp16 accumulators are less accurate, and never served in place of fp32 ones."""
+    """fp32 or fp16: results with fp16 accumulators are less accurate, and never served in place of fp32 ones. Or `invariant`: the
+    bits of a row do not depend on the number of rows."""
     provenance: str
     """measured, transferred, modelled or default."""
     schedule: Schedule
@@ -283,7 +286,21 @@ class Entry(Printable):
     @property
     def same_numbers(self) -> str:
         """Whose numbers a schedule had to have to win, and what that cost, for people; empty where any right ones could win."""
-        return next((part for part in self.source.split("; ") if part.startswith(SAME_NUMBERS)), "")
+        return self._part(SAME_NUMBERS)
+
+    @property
+    def batch_invariant(self) -> str:
+        """The group of schedules of equal bits at every batch, and what they cost, for people; empty where it is in none."""
+        return self._part(BATCH_INVARIANT)
+
+    @property
+    def group(self) -> str:
+        """The name of that group; entries of one group compute the same bits. Empty where the entry is in none."""
+        return self.batch_invariant.removeprefix(BATCH_INVARIANT).partition(":")[0]
+
+    def _part(self, begins: str) -> str:
+        """The part of the source that begins with these words."""
+        return next((part for part in self.source.split("; ") if part.startswith(begins)), "")
 
     def replace(self, **changes: Any) -> Entry:
         """A copy with `changes` applied."""

@@ -31,7 +31,7 @@ class Effort:
     builds: int
     """Schedules built for each program that is measured: their machine code shows which are worth measuring."""
     finalists: int
-    """Programs in the deciding race."""
+    """Programs in the deciding race, beside what is served today and the default; 0 to time only what is served."""
     both_regimes: bool
     """Whether programs nearly as fast as the burst winner race in the sustained regime, too."""
     least_gain: float
@@ -41,13 +41,15 @@ class Effort:
 
 
 EFFORTS: Mapping[str, Effort] = {
+    "served": Effort(programs=0, batch=8, builds=2, finalists=0, both_regimes=False, least_gain=0.0),
     "race": Effort(programs=0, batch=8, builds=2, finalists=2, both_regimes=False, least_gain=0.0, modelled=2),
     "quick": Effort(programs=16, batch=8, builds=2, finalists=8, both_regimes=False, least_gain=2e-3, modelled=16),
     "default": Effort(programs=64, batch=8, builds=2, finalists=16, both_regimes=True, least_gain=5e-4, modelled=64),
     "thorough": Effort(programs=192, batch=8, builds=2, finalists=24, both_regimes=True, least_gain=0.0, modelled=None),
 }
-"""The levels by name, the one that does least first. `race` searches nothing: what is served today races the default schedule,
-and rivals are timed next to the winner."""
+"""The levels by name, the one that does least first. `served` only measures what is served today, anew in each run, as a
+regression check needs it. `race` searches nothing: what is served today races the default schedule, and rivals are timed next
+to the winner."""
 
 
 CHECK_ARCH = "sm_90"
@@ -81,7 +83,7 @@ class OptionSpec:
     @property
     def flag(self) -> str:
         """The command line's flag, e.g. `--budget` for `budget_s`: a unit is named by the metavar there."""
-        return "--" + self.name.removesuffix("_s").replace("_", "-")
+        return "--" + self.name.removesuffix("_s").removesuffix("_gib").replace("_", "-")
 
     def check(self, value: Any) -> None:
         """Make sure that a value is allowed.
@@ -168,12 +170,13 @@ ACCUM_MODE: Mapping[str, Any] = {
     "help": "accuracy class, of kernels that have several",
     "default_help": "as the settings say: fp32",
 }
-NUMERICS = ("any", "same")
-"""Which results a schedule may give to win: any right ones, or bit for bit those of what is served."""
+NUMERICS = ("any", "same", "invariant")
+"""Which results a schedule may give to win: any right ones; bit for bit those of what is served; or those of one order of sums,
+which serves every batch."""
 
 SAME_NUMERICS: Mapping[str, Any] = {
     "default": "any",
-    "choices": NUMERICS,
+    "choices": NUMERICS[:2],
     "help": "which results may win: any that are right, or the same, bit for bit, as those of what is served today, on every "
     "checked input (which needs a GPU, and times no rivals)",
 }
@@ -213,8 +216,24 @@ class TuneOptions(Options):
     regime: str | None = option(
         None,
         choices=SETTINGS["regime"],
-        help="what decides: times at full clocks (burst), or at the GPU's power cap (sustained)",
+        help="what decides: times at full clocks (burst), at the GPU's power cap (sustained), or in replayed CUDA graphs (graph, "
+        "graph-cold: see --deploy)",
         default_help="as the settings say: burst",
+    )
+    deploy: str = option(
+        "eager",
+        choices=("eager", "graph"),
+        help="how the calls will run: one by one (eager), or in CUDA graphs (graph), whose replays are timed then; the winner "
+        "serves the calls that a graph captures",
+    )
+    cold: bool = option(False, help="with --deploy graph: empty the L2 cache before each replay")
+    beside_gib: float | None = option(
+        None,
+        type=float,
+        minimum=0,
+        metavar="GIB",
+        help="take so many GiB of device memory first, as a served model would, and search in the rest",
+        default_help="the search may take all that is free",
     )
     accum_mode: str | None = option(**ACCUM_MODE)
     rivals: str | None = option(
@@ -223,7 +242,12 @@ class TuneOptions(Options):
         help="time other implementations beside each winner, and let faster ones serve (serve) or not (record); or neither (off)",
         default_help="as the settings say: serve",
     )
-    numerics: str = option(**SAME_NUMERICS)
+    numerics: str = option(
+        "any",
+        choices=NUMERICS,
+        help=f"{SAME_NUMERICS['help']}; or invariant: those of one order of sums for all sizes of the kernel's batch dims, so "
+        "that a row's bits do not depend on the number of rows; of a batch dim that is not named several sizes race",
+    )
     sampler: str = option(
         OURS,
         metavar="NAME",
@@ -246,6 +270,21 @@ class TuneOptions(Options):
     )
     seed: int = option(**SEED)
     compile_timeout_s: float = option(**COMPILE_TIMEOUT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cold and self.deploy != "graph":
+            raise ConfigError(
+                "cold is for replayed graphs: an eager call is timed behind a flush of the L2 cache in any case (regime burst); "
+                "leave out --cold, or add --deploy graph"
+            )
+        if self.deploy == "graph":
+            wanted = "graph-cold" if self.cold else "graph"
+            if self.regime not in (None, wanted):
+                raise ConfigError(
+                    f"--deploy graph times replayed graphs, which is the regime {wanted}, not {self.regime}; leave out --regime"
+                )
+            object.__setattr__(self, "regime", wanted)
 
 
 @dataclass(frozen=True, kw_only=True)

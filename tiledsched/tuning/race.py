@@ -21,7 +21,7 @@ from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing, probability_not_slower, relative_uncertainty
-from tiledsched.measure.runner import Batch, Candidate, Conditions, Failed, Measurement, Runner
+from tiledsched.measure.runner import GRAPHS, Batch, Candidate, Conditions, Failed, Measurement, Runner
 from tiledsched.measure.timing import SHORT_US
 
 NEAR = 0.02
@@ -86,7 +86,10 @@ class Rules:
         )
 
 
-RULES = {"burst": Rules(short_factor=4), "sustained": Rules(opening_rounds=20, heat_rounds=40, most_rounds=400)}
+RULES = {
+    "sustained": Rules(opening_rounds=20, heat_rounds=40, most_rounds=400),
+    **dict.fromkeys(("burst", *GRAPHS), Rules(short_factor=4)),
+}
 """Rules of each regime: at the power cap samples follow each other at once, and spread more; paced ones do where they are
 short.
 """
@@ -154,7 +157,7 @@ def race(
         preference: schedules preferred within a tie, first first; others follow by id. So a tie resolves the same
             way every time.
         rules: how long to look; None for those of the regime.
-        regime: burst or sustained.
+        regime: burst, sustained, graph or graph-cold.
         known_us: time of the fastest program known already; what is hopeless against it is not raced.
         deadline_s: `time.monotonic()` after which no new work starts. The default schedule should come first.
         on_outcome: called once per candidate and race as its outcome is final, also when the race is interrupted.

@@ -23,7 +23,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.clocks import describe_throttling, summarise_throttling
-from tiledsched.measure.runner import REGIMES, Device, Failed, Measurement, Runner
+from tiledsched.measure.runner import LAUNCHED, Device, Failed, Measurement, Runner
 from tiledsched.store.exchange import export_landscape, landscape_file_name
 from tiledsched.tuning.builder import Builder, Key, Program, deadlines
 from tiledsched.tuning.options import RecordOptions
@@ -313,7 +313,7 @@ class _Recording:
                 for key, one in self.taken(regime).items()
                 if key in self.programs and not describe_throttling(one.conditions, one.device, regime)
             }
-            for regime in REGIMES
+            for regime in LAUNCHED
         }
         burst, sustained = self.known["burst"], self.known["sustained"]
         broken = set(self.builder.broken(self.problem, runner.device.name))
@@ -407,7 +407,7 @@ class _Recording:
     def write(self, folder: Path) -> list[LandscapeFile]:
         """One file for each regime with measurements, burst first."""
         files = []
-        for regime in REGIMES:
+        for regime in LAUNCHED:
             times_us = [one.median_us for one in self.taken(regime).values()]
             if times_us:
                 path = folder / landscape_file_name(self.problem, self.device.name, regime)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core import data_files
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import Cases, problems_of
 from tiledsched.core.schedule import Schedule
@@ -255,12 +256,12 @@ class Refresh:
         for (regime, accum_mode), problems in groups.items():
             chosen = TuneOptions(
                 regime=regime,
-                accum_mode=accum_mode,
+                accum_mode=None if accum_mode == INVARIANT else accum_mode,
                 effort=self._options.effort,
                 budget_s=None if self._ends == math.inf else max(1.0, self._ends - time.monotonic()),
                 neighbours=self._options.neighbours,
                 runner="gpu",
-                numerics=self._options.numerics,
+                numerics=INVARIANT if accum_mode == INVARIANT else self._options.numerics,
                 seed=self._options.seed,
                 compile_timeout_s=self._options.compile_timeout_s,
             )
@@ -278,7 +279,10 @@ class Refresh:
             rivals = self._resources.open_rivals(self._kernel, regime)
             if rivals is None:
                 break
-            lacking = [entry for entry in entries if entry.regime == regime and _lacks(entry, rivals)]
+            mine = [
+                entry for entry in entries if entry.regime == regime and not entry.group
+            ]  # no rival has a group's bits
+            lacking = [entry for entry in mine if _lacks(entry, rivals)]
             self._build(lacking, "building what is served")
             evidence = self._evidence(lacking)
             for entry in lacking:

@@ -120,11 +120,14 @@ class TuneResult:
     """In words, how far below its clock the GPU was held in how many of this run's measurements; empty where it was in none."""
     candidates: Mapping[str, int] | None = None
     """What became of the rows of the file of candidates: `raced` or why not, with the number of rows; None without a file."""
+    memory: str = ""
+    """What the search took of the memory that it might take beside a full one, in words; empty where it had no limit."""
     why_failed: str = ""
     """The commonest message of the schedules that did not build; empty where all did."""
 
-    numbers: NumbersKept | None = None
-    """What it cost that only the same numbers could win; None where any right ones could."""
+    numbers: NumbersKept | str | None = None
+    """What it cost that only the same numbers could win, or, in words, those of one order of sums; None where any right ones
+    could."""
 
     def is_served(self, now: Entry) -> bool:
         """Whether what was found is what is served, given the entry that is served for the problem now."""

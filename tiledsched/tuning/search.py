@@ -17,14 +17,14 @@ from functools import cached_property
 from typing import Any
 
 from tiledsched.core.blame import says_line
-from tiledsched.core.config import Settings
+from tiledsched.core.config import INVARIANT, Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import RACED, SearchSpace, accuracy_class
 from tiledsched.measure.clocks import describe_throttling, summarise_throttling
-from tiledsched.measure.runner import REGIMES, Candidate, Checked, Failed, Measurement, RivalTime, Runner
+from tiledsched.measure.runner import GIB, LAUNCHED, Candidate, Checked, Failed, Measurement, RivalTime, Runner
 from tiledsched.store.evidence import clocks_of, for_compiler, of_kernel, timed_as_now
 from tiledsched.store.records import Entry
 from tiledsched.tuning.builder import Builder, Key, Program
@@ -100,7 +100,8 @@ class TuneContext:
         self.served, self.shipped, self.rivals = served, shipped or Shipped(), rivals
         self.watcher = watcher or Watcher()
         self.regime = options.regime or DEFAULTS.regime
-        self.accum_mode = options.accum_mode or DEFAULTS.accum_mode
+        invariant = options.numerics == INVARIANT
+        self.accum_mode = INVARIANT if invariant else options.accum_mode or DEFAULTS.accum_mode
         self.pinned = accuracy_class(space, self.accum_mode)
         self.effort = EFFORTS[options.effort]
         self.most_programs = self.effort.programs if options.trials is None else options.trials
@@ -186,7 +187,7 @@ class ProblemTune:
         """The entry that this tune writes for a winner among so many programs."""
         run, listed = f"tune run {self.tuner.run_id}", self.space.listed_in
         how = "neighbours" if self.tuner.options.neighbours else ""
-        numbers = more.pop("numbers", None)
+        numbers, memory = more.pop("numbers", None), more.pop("memory", "")
         if not self.tuner.most_programs and not self.was_searched(more.get("device_name", "")):
             how = NO_SEARCH
         return Entry(
@@ -197,7 +198,7 @@ class ProblemTune:
             fingerprint=fingerprint,
             accum_mode=self.tuner.accum_mode,
             candidates=programs,
-            source=", ".join(filter(None, [run, listed, how])) + (f"; {numbers}" if numbers else ""),
+            source=", ".join(filter(None, [run, listed, how, memory])) + (f"; {numbers}" if numbers else ""),
             toolchain=self.builder.toolchain,
             source_hash=self.builder.evidence_source,
             run_id=self.tuner.run_id,
@@ -440,10 +441,18 @@ class ProblemSearch(ProblemTune):
             if number is not None:
                 self._measurement_ids[outcome.schedule, outcome.regime] = number
 
+    def measurement_id(self, taken: Measurement) -> int:
+        """The number under which an outcome of this tune is stored."""
+        return self._measurement_ids[taken.schedule, taken.regime]
+
+    def raced(self, incumbents: Sequence[Schedule]) -> list[Schedule]:
+        """What races in any case: what is served and the default, or without finalists only what is served."""
+        return [*incumbents, self.default][: None if self.tuner.effort.finalists else 1]
+
     def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         problem, finalists_wanted = self.problem, self.tuner.effort.finalists
-        preferred = [*self.incumbents, self.default]
+        preferred = self.raced(self.incumbents)
         unreached = [
             schedule for schedule in preferred if schedule not in trials.times
         ]  # time ran out before their turn
@@ -464,10 +473,10 @@ class ProblemSearch(ProblemTune):
         if result.winner is None:
             raise self.nothing_works(tried)
         winner = result.winner
-        measurement_id = self._measurement_ids[winner.schedule, self.tuner.regime]
+        measurement_id = self.measurement_id(winner)
         taken = [each.schedule for each in self._taken if each.regime == self.tuner.regime]
         timed, known = self.programs([*trials.ranked, *taken]), self.programs(self._known)
-        numbers = self.price_of_same_numbers(winner, finalists)
+        numbers, memory = self.price_of_same_numbers(winner, finalists), self.memory(winner)
         times_us = {each.schedule: each.median_us for each in result.outcomes if isinstance(each, Measurement)}
         plain_us = next((times_us.get(each.schedule) for each in finalists if self.default in each.schedules), None)
         entry = self.entry(
@@ -483,6 +492,7 @@ class ProblemSearch(ProblemTune):
             ties=result.ties,
             rivals=self.rival_times(winner, finalists),
             numbers=numbers,
+            memory=memory,
         )
         return TuneResult(
             entry=entry,
@@ -498,8 +508,15 @@ class ProblemSearch(ProblemTune):
             held_down=summarise_throttling(self._taken, self.seen_mhz),
             candidates=self.candidates(trials.times, trials.ranked, self.tuner.pinned),
             numbers=numbers,
+            memory=memory,
             why_failed=commonest_message(self.build_failures(tried)),
         )
+
+    def memory(self, winner: Measurement) -> str:
+        """What the search took of the memory that it might take, in words; empty where it had no limit."""
+        peak, cap = max(each.conditions.memory_peak_bytes for each in self._taken), winner.conditions.memory_cap_bytes
+        beside_gib = self.tuner.options.beside_gib
+        return f"beside {beside_gib} GiB: took at most {peak / GIB:.2f} of {cap / GIB:.2f} GiB" if cap else ""
 
     def programs(self, schedules: Sequence[Schedule]) -> set[Key]:
         """The distinct programs among schedules that were built."""
@@ -528,7 +545,8 @@ class ProblemSearch(ProblemTune):
     def failure_at_borders(self, winner: Measurement) -> Failure | None:
         """How a schedule fails the accuracy gate on small problems at the borders of its tiles; None where it passes on all that
         build."""
-        if self.runner.name != "gpu":  # a recording holds no other problems
+        # A recording holds no other problems, and without finalists nothing takes the place of what is served.
+        if self.runner.name != "gpu" or not self.tuner.effort.finalists:
             return None
         from tiledsched.checking.sizes import neighbours  # imports cuTile
 
@@ -595,7 +613,7 @@ class ProblemSearch(ProblemTune):
     def settled(self, result: RaceResult, finalists: Sequence[Program]) -> RaceResult:
         """The verdict of the burst race, those near its winner timed in the sustained regime, too."""
         close = {each.schedule for each in near(result)}
-        both = self.tuner.regime == "burst" and self.tuner.effort.both_regimes and self.runner.regimes >= set(REGIMES)
+        both = self.tuner.regime == "burst" and self.tuner.effort.both_regimes and self.runner.regimes >= set(LAUNCHED)
         if not both or len(close) < 2 or time.monotonic() > self.deadline_s:
             return result
         self.watcher.stage(self.problem, "at the power cap", len(close))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.checking.schedules import CheckRow, check_problems
-from tiledsched.core.config import load_settings
+from tiledsched.core.config import INVARIANT, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import required
 from tiledsched.core.problem import KernelClass, Problem
@@ -69,7 +69,8 @@ class Session(Resources):
         began = time.monotonic()
         kernel, options = load_kernel(kernel), options or TuneOptions()
         kernel.locator()  # raises where the compile processes could not find it
-        wanted = problems_of(kernel, problems)
+        invariant = options.numerics == INVARIANT
+        wanted = problems_of(kernel, problems, every_batch=invariant)
         given = {name: getattr(options, name) for name in ("regime", "accum_mode", "rivals")}
         settings = replace(self.settings, **{name: value for name, value in given.items() if value is not None})
         options = replace(options, regime=settings.regime, accum_mode=settings.accum_mode)
@@ -83,11 +84,15 @@ class Session(Resources):
                 f"no GPU of {self.arch} measures here, and without one nothing is searched: the model ranks what is "
                 "built; leave out --sampler"
             )
+        from tiledsched.measure.gpu import GpuRunner
         from tiledsched.tuning.prior import Incumbents, Shipped, served_now
         from tiledsched.tuning.results import TuneReport
         from tiledsched.tuning.tuner import Tuner
 
-        timed = settings.rivals != "off" and options.numerics != "same"  # a rival's numbers are its own
+        if isinstance(gpu, GpuRunner):
+            gpu.beside_gib = options.beside_gib
+        # A rival's numbers are its own, and an effort of `served` is about our own kernel.
+        timed = settings.rivals != "off" and options.numerics == "any" and options.effort != "served"
         rivals = self.open_rivals(kernel, settings.regime) if timed else None
         with serving_anew():
             incumbents = Incumbents(self, kernel, settings)
@@ -107,6 +112,7 @@ class Session(Resources):
                 )
                 results = tuner.tune(wanted, worths)
             device = gpu.device_name if gpu else self.device_here
+            settings = replace(settings, numerics=INVARIANT if invariant else "any")
             entries = served_now(self, kernel, settings, [each.entry for each in results], device, options.space)
         return TuneReport(
             kernel=kernel,

@@ -13,15 +13,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import DRAWN
-from tiledsched.measure.runner import Runner
+from tiledsched.measure.runner import GRAPHS, RowRunner, Runner
 from tiledsched.store.records import BuildRecord
 from tiledsched.tuning.builder import Program, deadlines
+from tiledsched.tuning.invariant import InvariantTune
 from tiledsched.tuning.prior import estimator, judged
 from tiledsched.tuning.results import TuneResult
 from tiledsched.tuning.search import OUT_OF_TIME, ProblemSearch, ProblemTune, TuneContext, commonest_message
@@ -52,27 +54,35 @@ class Tuner(TuneContext):
             NoValidScheduleError: for some problem no schedule is valid, or none of them works; the problems before it
                 are stored.
             MeasureError: the GPU cannot be used, or was never alone long enough; the problems before are stored.
-            ConfigError: neighbours or the same numbers are wanted, and nothing is measured that would tell them; or the runner
-                does not tell whether outputs are the same.
+            ConfigError: neighbours, the same numbers, graphs or a full memory are wanted, and nothing is measured that would tell
+                them; or the runner does not tell whether outputs are the same.
         """
+        replays = self.runner is not None and self.runner.name == "replay"
         for wanted, why, flag in (
             (
                 self.options.neighbours,
                 "neighbours of the fastest schedule are known only where it is measured",
                 "neighbours",
             ),
+            (not self.effort.finalists, "an effort of `served` measures what is served", "effort served"),
             (
-                self.options.numerics == "same",
+                self.options.numerics != "any",
                 "only a GPU tells whether results are the same bit for bit",
-                "numerics same",
+                f"numerics {self.options.numerics}",
             ),
+            (self.regime in GRAPHS, "what a graph takes is known only where it is replayed", "deploy graph"),
+            (self.options.beside_gib is not None, "only a GPU has memory to take", "beside"),
         ):
-            if wanted and self.runner is None:
+            if wanted and (self.runner is None or (replays and flag in ("deploy graph", "beside"))):
                 raise ConfigError(f"{why}, and no GPU of {self.space.arch} is used here; leave out --{flag}")
-        if worths is not None:
-            return self._tune_by_worth(problems, worths)
-        results: list[TuneResult] = []
+        if self.options.numerics == INVARIANT:
+            return self._tune_in_one_order(problems)
         ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
+        if self.runner is not None and not self.most_programs:
+            self._build_served(problems, self.runner, ends)
+        if worths is not None:
+            return self._tune_by_worth(problems, worths, ends)
+        results: list[TuneResult] = []
         for problem, deadline_s in zip(problems, deadlines(self.options.budget_s, len(problems)), strict=True):
             if results and time.monotonic() > ends:
                 self.left[problem] = OUT_OF_TIME
@@ -80,10 +90,27 @@ class Tuner(TuneContext):
                 results.append(self._run(problem, deadline_s))
         return results
 
-    def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float]) -> list[TuneResult]:
-        ends = math.inf if self.options.budget_s is None else time.monotonic() + self.options.budget_s
-        if self.runner is not None and not self.most_programs:
-            self._build_served(problems, self.runner, ends)
+    def _tune_in_one_order(self, problems: Sequence[Problem]) -> list[TuneResult]:
+        """Tune the problems that differ in their batch dims alone together."""
+        if not isinstance(self.runner, RowRunner):
+            raise ConfigError("recorded measurements hold no digests of rows; leave out --numerics invariant")
+        if self.regime in GRAPHS:
+            raise ConfigError(
+                "a batch-invariant choice serves eager and captured calls alike; leave out --deploy graph"
+            )
+        if not self.effort.finalists:
+            raise ConfigError("an effort of `served` proves no order; leave out --numerics invariant")
+        families: dict[Problem, list[Problem]] = {}
+        for each in problems:
+            families.setdefault(each.declaration.representative(each), []).append(each)
+        ends = deadlines(self.options.budget_s, len(families))
+        return [
+            result
+            for family, deadline_s in zip(families.values(), ends, strict=True)
+            for result in InvariantTune(self, self.runner, family, deadline_s).run()
+        ]
+
+    def _tune_by_worth(self, problems: Sequence[Problem], worths: Sequence[float], ends: float) -> list[TuneResult]:
         results: list[TuneResult] = []
         in_a_row = 0
         for place, problem in enumerate(problems):
@@ -115,7 +142,7 @@ class Tuner(TuneContext):
         pairs = [
             (schedule, each.problem)
             for each in searches
-            for schedule in (*each.find_incumbents(runner.device_name), each.default)
+            for schedule in each.raced(each.find_incumbents(runner.device_name))
         ]
         self.watcher.stage(problems[0], "building what is served", len(pairs))
         self.builder.build_for_each(pairs, progress=lambda done, _: self.watcher.step(done), deadline_s=deadline_s)

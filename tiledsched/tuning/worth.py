@@ -134,7 +134,12 @@ def worth_of(seen: SeenProblem, table: LookupTable) -> SeenWorth:
     us, searched = None, False
     if entry is not None and (entry.problem, entry.schedule) == (problem, served.schedule) and entry.median_us:
         us = entry.median_us
-        searched = served.provenance == "measured" and not served.stale and NO_SEARCH not in entry.source
+        searched = (
+            served.provenance == "measured"
+            and entry.regime == table.regime
+            and not served.stale
+            and NO_SEARCH not in entry.source
+        )
     expected = served.expected_loss if us is None else None
     loss = 0.0 if searched else expected.mean if expected else ASSUMED_LOSSES[served.provenance]
     if offer and us is None:  # what ours would lose does not matter
@@ -235,6 +240,10 @@ def tune_by_worth(
 
     wanted = ranked = [each for each in ranked if not each.is_tuned]
     measures = options.runner != "none" and bool(session.device_names())
+    if options.effort == "served":
+        raise ConfigError(
+            "--seen tunes, and --effort served tunes nothing; name what is to be measured with -p or --suite"
+        )
     if options.effort == "race" and not measures:
         raise ConfigError(f"a race needs a GPU of {session.arch}, and none measures here; leave out --effort race")
     if measures:

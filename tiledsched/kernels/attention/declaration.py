@@ -27,9 +27,12 @@ from tiledsched.kernels.attention.tiling import (
     combined_rows,
     combines_later,
     flat_steps,
+    ordered,
     pack_width,
+    reduction_order,
     rows_per_tile,
     slots,
+    span_steps,
     splits,
     steps_per_turn,
     stored_rows,
@@ -109,6 +112,11 @@ class Attention(Kernel):
     label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
     written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
     axes = ("seq_k", "head_dim", "causal", "dtype")
+    batch_dims = ("batch", "seq_q", "seq_k")
+    reduction_order = staticmethod(reduction_order)
+    ordered = staticmethod(ordered)
+    representative = staticmethod(problem.representative)
+    row_dims = staticmethod(problem.row_dims)
     plain = {
         "accum_mode": "fp32",
         "block_order": "natural",
@@ -157,7 +165,7 @@ class Attention(Kernel):
         from tiledsched.kernels.attention import entries
 
         kind = "attention_varlen" if p.is_varlen else "attention_features" if p.has_features else "attention"
-        kind += "_share" if combines_later(s) else "_split" if splits(s) > 1 else "_lse" if p.lse else ""
+        kind += "_share" if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
 
@@ -165,7 +173,7 @@ class Attention(Kernel):
     def launches(p: Problem, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
         """One launch, or two: the second combines the shares of split keys, a few rows of the output in each block."""
         first = Attention.entry(p, s), Attention.grid(p, s, device)
-        if not combines_later(s):
+        if not combines_later(p, s):
             return [first]
         from tiledsched.kernels.attention import entries
 
@@ -207,7 +215,7 @@ class Attention(Kernel):
             "TILE_V": tile_v,
             "REST_V": rest_v,
             "PACK": pack_width(p, s),
-            "KV_SPLITS": splits(s),
+            "KV_SPLITS": splits(p, s),
             "FLAT_STEPS": flat_steps(s),
             "RELOAD_Q": bool(s.get("reload_q", False)),
             "Q_AHEAD": bool(s.get("q_ahead", False)),
@@ -219,11 +227,12 @@ class Attention(Kernel):
             "PAGE": p.page,
             "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
         }
-        if combines_later(s):  # the launch that combines shares takes three more
+        if combines_later(p, s):  # the launches of shares take four more
             found |= {
                 "COMBINE_ROWS": combined_rows(p, s),
                 "TILE_ROWS": rows_per_tile(p, s),
                 "TILE_HEADS": tile_heads(p, s),
+                "KV_SPAN": span_steps(s),
             }
         return found
 
@@ -232,7 +241,7 @@ class Attention(Kernel):
         """All but what only computes places in memory: element type, alignment of the mask, the heads of a group that no tile
         packs, and the length of a page. In 41 classes of more than one program all of them spilled, or none.
         """
-        places = {"BOTTOM_RIGHT", "PAGE", "COMBINE_ROWS", "TILE_ROWS", "TILE_HEADS"} | (
+        places = {"BOTTOM_RIGHT", "PAGE", "COMBINE_ROWS", "TILE_ROWS", "TILE_HEADS", "KV_SPAN"} | (
             set() if s.get("pack_gqa", False) else {"GROUP"}
         )
         rest = {name: value for name, value in Attention.constants(p, s).items() if name not in places}
@@ -244,7 +253,7 @@ class Attention(Kernel):
 
         A persistent grid has as many blocks as fit on the GPU at once, according to the occupancy hint.
         """
-        return (grid_blocks(work_tiles(p, s) * splits(s), s, device, persistent=s["persistent"] != "no"),)
+        return (grid_blocks(work_tiles(p, s) * splits(p, s), s, device, persistent=s["persistent"] != "no"),)
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
@@ -316,7 +325,7 @@ class Attention(Kernel):
         load a tile before the tile in the same place of shared memory has been read. The search space lets a share take one step,
         or two where all programs built so far have room for two tiles. This function catches programs that have no such room.
         """
-        if splits(s) == 1 or combines_later(s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
+        if splits(p, s) == 1 or combines_later(p, s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
             return None
         columns = column_widths(p.tile_d, p.parts_d, s) + column_widths(p.tile_v, p.parts_v, s)
         pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.element_bytes

@@ -339,6 +339,7 @@ def attention_share(
     Q_IN_REGISTERS: Bool,
     UNROLL: Int,
     PEEL_FIRST: Bool,
+    KV_SPAN: Int,
 ):
     """Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`.
 
@@ -379,6 +380,7 @@ def attention_share(
         Q_IN_REGISTERS,
         UNROLL,
         PEEL_FIRST,
+        KV_SPAN=KV_SPAN,
     )
     compute_share(Q, K, V, Shares, State, scale_log2, None, const)
 
@@ -753,6 +755,7 @@ def attention_features_share(
     SINKS: Bool,
     STARTS: Bool,
     LENGTHS: Bool,
+    KV_SPAN: Int,
 ):
     """Attention with optional features; see :mod:`tiledsched.kernels.attention.features`.
 
@@ -799,6 +802,7 @@ def attention_features_share(
         SINKS,
         STARTS,
         LENGTHS,
+        KV_SPAN=KV_SPAN,
     )
     features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale)
     compute_share(Q, K, V, Shares, State, scale_log2, features, const)
@@ -1201,6 +1205,7 @@ def attention_varlen_share(
     PACKED: Bool,
     PAGE: Int,
     PAGE_BY_PAGE: Bool,
+    KV_SPAN: Int,
 ):
     """Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`.
 
@@ -1250,6 +1255,7 @@ def attention_varlen_share(
         PACKED,
         PAGE,
         PAGE_BY_PAGE,
+        KV_SPAN=KV_SPAN,
     )
     features = Features(Sinks, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK, Table)
     compute_share(Q, K, V, Shares, State, scale_log2, features, const)
@@ -1265,6 +1271,7 @@ def attention_combine(
     TILE_HEADS: Int,
     Q_SUBTILES: Int,
     KV_SPLITS: Int,
+    KV_SPAN: Int,
     TILE_V: Int,
     REST_V: Int,
     IEEE_DIVISION: Bool,
@@ -1272,7 +1279,7 @@ def attention_combine(
 ):
     """Out and Lse from the shares of `attention_share`; see :func:`tiledsched.kernels.attention.split.combine_shares`."""
     const = Combining(
-        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
+        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, KV_SPAN, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
     )
     combine_shares(Out, Lse, Shares, State, None, const)
 
@@ -1288,6 +1295,7 @@ def attention_features_combine(
     TILE_HEADS: Int,
     Q_SUBTILES: Int,
     KV_SPLITS: Int,
+    KV_SPAN: Int,
     TILE_V: Int,
     REST_V: Int,
     IEEE_DIVISION: Bool,
@@ -1304,6 +1312,7 @@ def attention_features_combine(
         TILE_HEADS,
         Q_SUBTILES,
         KV_SPLITS,
+        KV_SPAN,
         TILE_V,
         REST_V,
         IEEE_DIVISION,

@@ -66,6 +66,7 @@ def attention_combine(
     TILE_HEADS: Int,
     Q_SUBTILES: Int,
     KV_SPLITS: Int,
+    KV_SPAN: Int,
     TILE_V: Int,
     REST_V: Int,
     IEEE_DIVISION: Bool,
@@ -73,7 +74,7 @@ def attention_combine(
 ):
     """Out and Lse from the shares of `attention_share`; see :func:`tiledsched.kernels.attention.split.combine_shares`."""
     const = Combining(
-        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
+        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, KV_SPAN, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
     )
     combine_shares(Out, Lse, Shares, State, None, const)
 
@@ -89,6 +90,7 @@ def attention_features_combine(
     TILE_HEADS: Int,
     Q_SUBTILES: Int,
     KV_SPLITS: Int,
+    KV_SPAN: Int,
     TILE_V: Int,
     REST_V: Int,
     IEEE_DIVISION: Bool,
@@ -105,6 +107,7 @@ def attention_features_combine(
         TILE_HEADS,
         Q_SUBTILES,
         KV_SPLITS,
+        KV_SPAN,
         TILE_V,
         REST_V,
         IEEE_DIVISION,
@@ -146,6 +149,8 @@ ANNOTATIONS = {
 PADDED = " ".join(PADDED_ARRAYS)
 VARLEN = ("PACKED", "PAGE", "PAGE_BY_PAGE")
 """Constants of packed sequences and of keys in pages."""
+SPAN = "        KV_SPAN=KV_SPAN,"
+"""The constant of kernels whose shares a later launch combines, behind those that have a place."""
 KINDS = {
     "attention": ("", "Out = softmax(scale * Q @ K^T, masked) @ V for arrays `[batch, heads, rows, columns]`."),
     "attention_features": (
@@ -187,13 +192,21 @@ def source() -> str:
 def _kernels() -> Iterable[str]:
     for kind, (more, about) in KINDS.items():
         optional = kind != "attention"
-        constants = [each for each in fields(Constants) if optional or not _is_optional(each)]
+        *constants, span = [
+            each for each in fields(Constants) if optional or not _is_optional(each) or each.name in SPAN
+        ]
         if kind != "attention_varlen":
             constants = [each for each in constants if each.name not in VARLEN]
         numbers = ["scale_log2: float"] + ["cap_scale: float", "window: int", "window_right: int"] * optional
         given = ", ".join([*PADDED_ARRAYS, "window", "window_right", "cap_scale", *more.split()[len(PADDED_ARRAYS) :]])
         for ending, (arrays, also, call) in LAUNCHES.items():
-            lines = ["    const = Constants(", *(f"        {each.name}," for each in constants), "    )"]
+            own = [span] if ending == "_share" else []
+            lines = [
+                "    const = Constants(",
+                *(f"        {each.name}," for each in constants),
+                *[SPAN] * len(own),
+                "    )",
+            ]
             lines += [f"    features = Features({given})"] * optional
             call = call.format(features="features" if optional else "None")
             if call.startswith("schedule_work") and kind != "attention_varlen":
@@ -202,7 +215,7 @@ def _kernels() -> Iterable[str]:
             else:
                 lines.append(f"    {call}")
             named = [*arrays.split(), *more.split()]
-            yield _function(f"{kind}{ending}", named, numbers, constants, [about, also], lines)
+            yield _function(f"{kind}{ending}", named, numbers, [*constants, *own], [about, also], lines)
 
 
 def _is_optional(constant: Field[Any]) -> bool:

@@ -34,7 +34,16 @@ from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, Res
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
-from tiledsched.kernels.attention.tiling import combines_later, pack_width, packs, splits, steps_per_turn
+from tiledsched.kernels.attention.tiling import (
+    ROWS_PER_WARP,
+    WARPGROUP_ROWS,
+    combines_later,
+    pack_width,
+    packs,
+    splits,
+    step_keys,
+    steps_per_turn,
+)
 
 # Counted or published.
 FP32_PER_SCORE = 4.0
@@ -49,11 +58,6 @@ SINGLE_WARP_RATE = 0.125
 """Share of the tensor rate that products of single warps reach, from the H200's decoding kernels of 16 rows."""
 LAST_WAVE = 0.25
 """Exponent of the factor by which a partly filled last wave lengthens the memory time, from the H200's decoding kernels."""
-ROWS_PER_WARP = 16
-"""Rows of a tensor-core product that one warp holds, on every arch."""
-
-WARPGROUP_ROWS = 64
-"""Fewest rows for which the compiler uses wgmma or tcgen05."""
 SWIZZLE_PAIRS = 8
 """(batch, head) pairs that a swizzled order takes together, as in the kernel."""
 
@@ -169,7 +173,7 @@ def estimate_us(
         flushed: whether the L2 cache is emptied before the launch, as in our own measurements. Most published times are those of
             calls in a row, whose arrays stay in the cache where they fit.
     """
-    rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(schedule)
+    rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(problem, schedule)
     resident = facts.resident(spec.arch)
     turn = steps_per_turn(schedule)
     masked = problem.causal or problem.spanned or problem.seq_k % (step_n * turn) != 0
@@ -208,7 +212,7 @@ def estimate_us(
     memory_us = traffic / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
     waves = max(1.0, pieces_of(problem, schedule) * facts.num_ctas / (spec.sm_count * resident))
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
-    combined_us = (COMBINE_US if combines_later(schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
+    combined_us = (COMBINE_US if combines_later(problem, schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
     return LAUNCH_US + combined_us + smooth_max(compute_us, memory_us)
 
 
@@ -217,16 +221,11 @@ def block_rows(schedule: Schedule) -> int:
     return schedule.number("tile_m") * schedule.number("q_subtiles")
 
 
-def step_keys(schedule: Schedule) -> int:
-    """Keys of one step."""
-    return schedule.number("tile_n") * schedule.number("kv_subtiles")
-
-
 def pieces_of(problem: Problem, schedule: Schedule) -> int:
     """Pieces of work: tiles of the rows of all heads, or of all packs of them, for each share of their keys."""
     rows = problem.mean_rows * pack_width(problem, schedule)
     tiles = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
-    return tiles * splits(schedule)
+    return tiles * splits(problem, schedule)
 
 
 def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
@@ -242,7 +241,7 @@ def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> 
     per_element = BLOCK_CYCLES_PER_ELEMENT
     if schedule["division"] == "ieee":
         per_element += IEEE_CYCLES_PER_ELEMENT
-    if splits(schedule) > 1 and not combines_later(schedule):
+    if splits(problem, schedule) > 1 and not combines_later(problem, schedule):
         per_element += PARTIAL_CYCLES_PER_ELEMENT
     cycles = BLOCK_LATENCY + per_element * block_rows(schedule) * problem.tile_v / facts.num_ctas
     return cycles * (PERSISTENT_SHARE if schedule["persistent"] != "no" else 1.0)

@@ -12,6 +12,8 @@ from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 SMALLEST_PAGE = 16
 """The keys of a page are a multiple of this number."""
+REPRESENTATIVE_KEYS, REPRESENTATIVE_SEQUENCES = 8192, 2
+"""Keys of a sequence, and sequences that decode together, in the problem that stands for all lengths and batches."""
 TOKENS = 16 * 1024
 """Tokens in the default problem: batch * seq_q. The convention of the FlashAttention papers."""
 HIDDEN = 2048
@@ -210,6 +212,31 @@ DERIVED = {
     "mean_keys": lambda p: p.seq_k if p.page else -(-p.seq_k // max(1, p.packed)),
 }
 """What constraints, shapes and host code read of a problem in addition to its fields."""
+
+
+def representative(p: Any) -> Any:
+    """The problem that stands for all batches, lengths and chunks that share their bits with `p`: single rows decode, and two or
+    more rows of a sequence are a part of its prompt.
+
+    One row that is aligned at the last key has no causal mask, so that both kinds differ in more than in sizes.
+    """
+    keys = max(REPRESENTATIVE_KEYS, 2 * (p.window + p.window_right))
+    keys += -keys % max(1, p.page)
+    sequences, rows = (REPRESENTATIVE_SEQUENCES, 1) if p.mean_rows == 1 else (1, keys)
+    if p.packed:
+        together = max(2, sequences)
+        return p.replace(seq_q=rows * together, seq_k=keys * (1 if p.page else together), packed=together)
+    return p.replace(batch=sequences, seq_q=rows, seq_k=keys)
+
+
+def row_dims(p: Any) -> tuple[str, ...]:
+    """The batch dims along which the results of `p` are the first ones of a larger problem.
+
+    Rows may follow where the mask does not move with them, and keys where a row does not see them.
+    """
+    rows = ("seq_q",) if p.alignment == "top_left" else ()
+    keys = ("seq_k",) if rows and p.causal and not p.window_right else ()
+    return (() if p.packed else ("batch",)) + rows + keys
 
 
 def flops(p: Any) -> float:

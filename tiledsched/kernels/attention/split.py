@@ -9,6 +9,9 @@ The atomic counter is sound by cuTile's memory model: `ct.atomic_add` acquires a
 orders every earlier access of the block before a release and every later one behind an acquire, across arrays and branches
 (the token order pass of cuda-tile 1.7). So the shares that others stored before they counted are seen by the block that
 counts last. Shares are combined in the order of their keys: the sum does not depend on which block came last.
+
+Shares of KV_SPAN steps end at the same keys whatever the number of keys, and are added one by one. A share without keys adds
+exactly nothing. So the bits of a row depend on its own keys alone, and not on the room for keys, other rows or other sequences.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -173,6 +176,8 @@ class Combining:
     """Query tiles of a block of the first launch."""
     KV_SPLITS: int
     """Shares of each query tile."""
+    KV_SPAN: int
+    """Steps of each share; 0 where the shares of a query tile are about equal."""
     TILE_V: int
     """Columns of a tile of outputs; this and the following are those of `tiles.Constants`."""
     REST_V: int
@@ -204,20 +209,45 @@ def combine_shares(Out, Lse, Shares, State, features, const):
 
     shares, part = (const.KV_SPLITS, 1, const.TILE_M), (member * const.TILE_ROWS + row) // const.TILE_M
     maxima = ct.load(State, (place, 0, part), shares, check_bounds=False, allow_tma=False)
-    sums = ct.load(State, (place, 1, part), shares, check_bounds=False, allow_tma=False)
-    row_max = ct.max(maxima, axis=0, keepdims=True)
-    weights = weight(maxima, row_max)
-    row_sum = ct.sum(sums * weights, axis=0)
-    acc = ()
-    for p in ct.static_iter(range(2 if const.REST_V else 1)):
-        width, column = part_of(p, const.TILE_V, const.REST_V)
-        found = ct.load(
-            Shares,
-            (place, member, row // const.TILE_M, column),
-            (const.KV_SPLITS, 1, const.TILE_M, width),
-            check_bounds=False,
-            allow_tma=False,
-        ).reshape((const.KV_SPLITS, const.TILE_M, width))
-        acc = (*acc, ct.sum(found * weights.reshape((const.KV_SPLITS, const.TILE_M, 1)), axis=0))
-    chain = Chain(acc, row_max.reshape((const.TILE_M, 1)), row_sum.reshape((const.TILE_M, 1)))
+    if const.KV_SPAN:
+        chain = added_in_order(Shares, State, maxima, place, (member, row // const.TILE_M, 0), part, const)
+    else:
+        sums = ct.load(State, (place, 1, part), shares, check_bounds=False, allow_tma=False)
+        row_max = ct.max(maxima, axis=0, keepdims=True)
+        weights = weight(maxima, row_max)
+        row_sum = ct.sum(sums * weights, axis=0)
+        acc = ()
+        for p in ct.static_iter(range(2 if const.REST_V else 1)):
+            width, column = part_of(p, const.TILE_V, const.REST_V)
+            found = ct.load(
+                Shares,
+                (place, member, row // const.TILE_M, column),
+                (const.KV_SPLITS, 1, const.TILE_M, width),
+                check_bounds=False,
+                allow_tma=False,
+            ).reshape((const.KV_SPLITS, const.TILE_M, width))
+            acc = (*acc, ct.sum(found * weights.reshape((const.KV_SPLITS, const.TILE_M, 1)), axis=0))
+        chain = Chain(acc, row_max.reshape((const.TILE_M, 1)), row_sum.reshape((const.TILE_M, 1)))
     epilogue(Out, Lse, WorkTile(batch, head, (chunk,)), chunk, chain, features, const)
+
+
+def added_in_order(Shares, State, maxima, place, index, part, const):
+    """The chain over all keys of rows in one part, from their shares: one by one, in the order of their keys.
+
+    Shares that are empty, behind the others, change no bit, however many they are. A sum over a tile of shares might add them in
+    another order where there is room for more.
+    """
+    row_max = ct.max(maxima, axis=0).reshape((const.TILE_M, 1))
+    row_sum = ct.full((const.TILE_M, 1), 0.0, dtype=ct.float32)
+    acc = ct.full((const.TILE_M, const.TILE_V), 0.0, dtype=ct.float32)
+    state, rows = (1, 1, const.TILE_M), (1, 1, const.TILE_M, const.TILE_V)
+    for group in range(const.KV_SPLITS // together(const)):
+        for each in ct.static_iter(range(together(const))):
+            slot = place * const.KV_SPLITS + group * together(const) + each
+            own_max = ct.load(State, (slot, 0, part), state, check_bounds=False, allow_tma=False)
+            own_sum = ct.load(State, (slot, 1, part), state, check_bounds=False, allow_tma=False)
+            share = ct.load(Shares, (slot, *index), rows, check_bounds=False, allow_tma=False)
+            share_weight = weight(own_max.reshape((const.TILE_M, 1)), row_max)
+            row_sum = row_sum + own_sum.reshape((const.TILE_M, 1)) * share_weight
+            acc = acc + share.reshape((const.TILE_M, const.TILE_V)) * share_weight
+    return Chain((acc,), row_max, row_sum)

@@ -162,6 +162,9 @@ class Constants:
     """Keys of a page; 0 where a sequence's keys lie end to end."""
     PAGE_BY_PAGE: bool = False
     """Whether each page of a tile is looked up by itself."""
+    # Only the kernels whose shares a later launch combines know the following.
+    KV_SPAN: int = 0
+    """Steps of each share of the keys, counted from the sequence's first key; 0 where KV_SPLITS shares are about equal."""
 
 
 @dataclass(frozen=True)
@@ -307,12 +310,25 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
         first_masked = first_masked // const.UNROLL * const.UNROLL
         steps = ct.cdiv(steps, const.UNROLL) * const.UNROLL
     begin, end = 0, steps
-    if const.KV_SPLITS > 1:
+    if const.KV_SPAN:
+        begin, end = own_span(split, steps, span, const)
+    elif const.KV_SPLITS > 1:
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
     odd = place // TOOTH % 2 if const.KV_DIRECTION == WIDE_SAWTOOTH else place % 2
     keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
     return WorkTile(batch, head, tiles), chains
+
+
+def own_span(split, steps, span, const):
+    """The first step of the `split`-th share of KV_SPAN steps, and the first one after it, among a work tile's `steps`.
+
+    Shares are counted from the sequence's first key, wherever a window begins, so that the rows of all tiles divide their keys at
+    the same places. Shares behind the last step are empty.
+    """
+    first = span.first if const.WINDOW else 0
+    begin, end = split * const.KV_SPAN - first, (split + 1) * const.KV_SPAN - first
+    return min(max(begin, 0), steps), min(max(end, 0), steps)
 
 
 def epilogue(Out, Lse, work_tile, tile, chain, features, const):

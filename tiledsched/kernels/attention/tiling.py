@@ -6,10 +6,17 @@ Schedules stored by earlier versions may lack a knob. They are read as if it had
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 
+ROWS_PER_WARP = 16
+"""Rows of a tensor-core product that one warp holds, on every arch. With fewer rows, several warps share the keys of a row."""
+WARPGROUP_ROWS = 64
+"""Fewest rows for which the compiler uses wgmma or tcgen05."""
+SMALLEST_SPAN, LARGEST_SPAN = 2, 64
+"""Steps of shares of a fixed size."""
 COMBINED_ELEMENTS = 8192
 """Elements that a block of the combining launch reads at once, of all shares together."""
 
@@ -43,22 +50,34 @@ def work_tiles(p: Problem, s: Schedule) -> int:
 
 def slots(p: Problem, s: Schedule) -> int:
     """Places in scratch memory: one for each query tile and share of the keys."""
-    return work_tiles(p, s) * s.number("q_subtiles") * splits(s)
+    return work_tiles(p, s) * s.number("q_subtiles") * splits(p, s)
 
 
-def splits(s: Schedule) -> int:
-    """Blocks that share the keys of one work tile."""
+def span_steps(s: Schedule) -> int:
+    """Steps of each share of the keys where shares have a fixed size; 0 where their number is fixed."""
+    return s.number("kv_splits") if s.get("kv_combine") == "in_order" else 0
+
+
+def splits(p: Problem, s: Schedule) -> int:
+    """Blocks that share the keys of one work tile: a power of two."""
+    if span_steps(s):
+        return 1 << (-(-int(p.seq_k) // (span_steps(s) * step_keys(s))) - 1).bit_length()
     return int(s.get("kv_splits", 1))
 
 
-def combines_later(s: Schedule) -> bool:
+def step_keys(s: Schedule) -> int:
+    """Keys of one step."""
+    return s.number("tile_n") * s.number("kv_subtiles")
+
+
+def combines_later(p: Problem, s: Schedule) -> bool:
     """Whether a second launch combines the shares of split keys."""
-    return splits(s) > 1 and s.get("kv_combine", "last_block") == "launch"
+    return splits(p, s) > 1 and s.get("kv_combine", "last_block") != "last_block"
 
 
 def combined_rows(p: Problem, s: Schedule) -> int:
     """Query rows of one block of the combining launch: few, so that there are many blocks, but no more than a tile stores."""
-    most = max(1, COMBINED_ELEMENTS // (splits(s) * p.tile_v))
+    most = max(1, COMBINED_ELEMENTS // (splits(p, s) * p.tile_v))
     return min(stored_rows(p, s), 1 << (most.bit_length() - 1))
 
 
@@ -91,3 +110,32 @@ def tile_keys(p: Problem, s: Schedule) -> int:
     """Keys of a tile. One load takes whole pages where their length is a power of two; otherwise a tile lies in one page."""
     tile = s.number("tile_n")
     return math.gcd(tile, p.page) if p.page > tile or p.page & (p.page - 1) else tile
+
+
+def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...] | None:
+    """What decides in which order the sums of a row are made, whatever else is computed with it.
+
+    It is the keys that are added at once, where shares of the keys end, the parts of the columns, the type of the sums, and how
+    products are divided among warps. Masked keys, empty steps and empty shares add exactly nothing. None where the order, or
+    whether a sum is rescaled, depends on other rows or on the number of keys.
+    """
+    if ordered(p, s) != s:
+        return None
+    rows, names = s.number("tile_m"), ("accum_mode", "division", "column_parts", "num_ctas")
+    sharing = max(1, s.number("num_worker_warps") * ROWS_PER_WARP // rows)
+    keys = span_steps(s), tile_keys(p, s), step_keys(s)
+    return *keys, rows >= WARPGROUP_ROWS, sharing, *(s.get(name) for name in names)
+
+
+def ordered(p: Problem, s: Schedule) -> Schedule:
+    """The schedule most like `s` that has an order of its sums which depends on no other row and no number of keys.
+
+    Shares have a fixed size: that of the shares of `p`, rounded up to a power of two; packed sequences have no shares. Keys
+    go forward, sums are rescaled at each step, and bounds are checked, so that the schedule works for all sizes.
+    """
+    changed = s.replace(kv_direction="forward", lazy_rescale=False, check_bounds=True)
+    if p.packed or span_steps(s) or splits(p, s) == 1:
+        return changed.replace(kv_splits=1) if p.packed else changed
+    steps = -(-int(p.seq_k) // (splits(p, s) * step_keys(s)))
+    span = min(max(1 << (steps - 1).bit_length(), SMALLEST_SPAN), LARGEST_SPAN)
+    return changed.replace(kv_splits=span, kv_combine="in_order", column_parts=1)

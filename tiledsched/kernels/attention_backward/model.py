@@ -28,13 +28,12 @@ from tiledsched.kernels.attention.model import (
     CAPPED_EXP2,
     DRAM_EFFICIENCY,
     FREE_SPILL_BYTES,
-    ROWS_PER_WARP,
     SINGLE_WARP_RATE,
     SPILL_BYTES_PER_CYCLE,
     SWIZZLE_PAIRS,
-    WARPGROUP_ROWS,
     busy_steps,
 )
+from tiledsched.kernels.attention.tiling import ROWS_PER_WARP, WARPGROUP_ROWS
 
 SUM_BYTES = 4
 """Bytes of an element of the float32 sums."""

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
-from tiledsched.ops.front import check_shape, flat_rows, operator
+from tiledsched.ops.front import check_shape, flat_rows, operator, takes_tensors
 
 
+@takes_tensors
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
-from tiledsched.ops.front import check_shape, flat_rows, operator
+from tiledsched.ops.front import check_shape, flat_rows, operator, takes_tensors
 
 
+@takes_tensors
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`silu(gate) * up`, computed in float32 and rounded once.
 
@@ -24,6 +25,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _gated(gate, up, "silu")
 
 
+@takes_tensors
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
     """`gelu(gate) * up`, computed in float32 and rounded once.
 

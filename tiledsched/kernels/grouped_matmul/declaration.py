@@ -21,7 +21,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.grouped_matmul.rivals import raced
 from tiledsched.kernels.product_model import ELEMENT_BYTES, SECOND_LAUNCH_US, ProductCost, dram_bytes, step_cycles
-from tiledsched.kernels.product_schedules import row_bytes
+from tiledsched.kernels.product_schedules import instruction, row_bytes
 
 FEWEST_GROUPS = 32
 """Least width of the vectors over all groups: a warp."""
@@ -169,6 +169,7 @@ class GroupedMatmul(Kernel):
     suites = SUITES
     cost = GroupedMatmulCost()
     similarity = GroupedMatmulSimilarity()
+    batch_dims = ("tokens",)
     axes = ("tokens", "experts", "n", "k", "dtype")
     plain = {"LATENCY": 0, "SWAP": False}
 
@@ -212,6 +213,11 @@ class GroupedMatmul(Kernel):
                 out[begin:end] = A[begin:end] @ B[group]
             begin = end
         return out
+
+    @staticmethod
+    def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...]:
+        """The instruction, and which operand takes the rows of the tensor core; a tile walks all of k in order."""
+        return instruction(s), s["SWAP"]
 
     rivals = staticmethod(raced)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiledsched.ops.front import operator
+from tiledsched.ops.front import operator, takes_tensors
 
 
+@takes_tensors
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """The rows of each group of `a` times that group's matrix, on the tuned schedule, as `torch._grouped_mm(a, b, offs=offsets)`.
 

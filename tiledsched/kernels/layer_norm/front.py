@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiledsched.ops.front import flat_rows, operator
+from tiledsched.ops.front import flat_rows, operator, takes_tensors
 
 
+@takes_tensors
 def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """`(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` over the last axis, as `torch.nn.functional.layer_norm`.
 

@@ -119,7 +119,11 @@ class Matmul(Product, Kernel):
         "num_ctas": ts.knob((1, 2), about="blocks of a cluster, which share their operands", weight=1.0),
         "GROUP_M": ts.knob((8, 4, 16), about="rows of work tiles that are taken together", weight=0.1),
         "PERSISTENT": ts.knob((False, True), about="whether a block takes several work tiles"),
-        "SPLIT_K": ts.knob((1, 2, 4, 8), about="blocks that share the walk over k of a work tile", weight=1.0),
+        "SPLIT_K": ts.knob(
+            (1, 2, 4, 8, -2, -4, -8),
+            about="blocks that share the walk over k of a work tile; below 0, shares that one block sums each for itself",
+            weight=1.0,
+        ),
         "PAD": ts.knob((False, True), about="copy operands first, so that TMA can load them", weight=5.0),
         "occupancy": ts.knob((0, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
         "LATENCY": ts.knob((0, 6), about="latency hint of the main loop's loads", measured_only=True),
@@ -132,6 +136,7 @@ class Matmul(Product, Kernel):
         "REST_N == 0 or SPLIT_K == 1": "partial products are of one part",
         "not PAD or odd": "operands that TMA can load need no copy",
         "not PAD or SPLIT_K == 1": "partial products are made of the operands themselves",
+        "SPLIT_K > 0 or TILE_M * TILE_N <= 2048 * num_worker_warps * num_ctas": "registers hold the sums of a share and of all",
     }
     exploring = {
         "TILE_M * TILE_N <= 16384 * num_ctas or num_worker_warps == 8": "one group of warps spills more than 128 x 128 sums",
@@ -146,6 +151,7 @@ class Matmul(Product, Kernel):
         "m > 128 or TILE_M <= 128": "rows beyond the last are multiplied for nothing",
         "REST_N == 0 or not PERSISTENT": "the compiler (13.4 on sm_90) waits for each of two parts' products in such loops",
         "REST_N == 0 or TILE_K == 64 or TILE_M < 64": "longer steps are tried on one part",
+        "SPLIT_K > 0": "shares of one block only have the bits of shares of several, for numerics invariant",
         "SPLIT_K == 1 or (k >= 1024 and m * n * SPLIT_K <= 512 * TILE_M * TILE_N)": "enough work tiles without a split",
         "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",
         "TILE_K > 32 or shared_memory_bytes <= 166912": "short steps are for little shared memory",
@@ -165,8 +171,9 @@ class Matmul(Product, Kernel):
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
-        """The tiles of the copies and of the last sum."""
-        return {"PAD_ROWS": PAD_TILE, "PAD_COLUMNS": PAD_TILE, **combine_constants(p)}
+        """The tiles of the copies and of the last sum, and the shares that one block sums."""
+        shares = max(1, -s.number("SPLIT_K"))
+        return {"PAD_ROWS": PAD_TILE, "PAD_COLUMNS": PAD_TILE, "SHARES": shares, **combine_constants(p)}
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Launch]:
@@ -174,7 +181,8 @@ class Matmul(Product, Kernel):
         from tiledsched.kernels.matmul import tiles
 
         if not s["PAD"]:
-            return product_launches(p, s, device, tiles.matmul, tiles.matmul_partial, tiles.combine)
+            whole = tiles.matmul if s.number("SPLIT_K") > 0 else tiles.matmul_in_shares
+            return product_launches(p, s, device, whole, tiles.matmul_partial, tiles.combine)
         return [
             (tiles.pad_a, (p.padded_m // PAD_TILE, p.padded_k // PAD_TILE)),
             (tiles.pad_b, (p.padded_k // PAD_TILE, p.padded_n // PAD_TILE)),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiledsched.ops.front import flat_rows, operator
+from tiledsched.ops.front import flat_rows, operator, takes_tensors
 
 
+@takes_tensors
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """`input @ other` on the tuned schedule, accumulated in float32.
 
@@ -20,6 +21,5 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
-    flat = input if input.ndim == 2 else flat_rows(input)
-    out: Tensor = operator("matmul")(flat, other)
+    out: Tensor = operator("matmul")(flat_rows(input), other)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], other.shape[-1])

@@ -9,6 +9,8 @@ Split-K makes float32 partial products in a workspace, which a second launch, `c
 to arrive combines, by an atomic counter, would be shorter; the counter's release would order the TMA loads of the main
 loop too, and the compiler (13.4 on sm_90) then overwrites tiles in shared memory while they are read.
 
+To compute the same bits without a workspace, one block sums the shares of its tile each for itself, and then adds them up.
+
 Where rows do not start at multiples of 16 bytes, the TMA unit cannot load them. `pad_a` and `pad_b` copy the operands into
 workspaces whose rows do, and the product reads those.
 
@@ -47,6 +49,8 @@ class MatmulConstants:
     """Latency hint of the main loop's loads; 0 for none. It decides how shared memory is divided, too."""
     SPLIT_K: int
     """Blocks that share the walk over k of one tile of C."""
+    SHARES: int = 1
+    """Shares of k that one block sums each for itself, before it adds them up."""
 
 
 def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, LATENCY: Int):
@@ -71,6 +75,24 @@ def matmul_partial(
     """Partial[s] = the s-th share of A @ B, for float32 Partial `[SPLIT_K, m, n]`."""
     const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, SPLIT_K)
     schedule_tiles(A, B, Partial, const)
+
+
+def matmul_in_shares(
+    A,
+    B,
+    C,
+    TILE_M: Int,
+    TILE_N: Int,
+    REST_N: Int,
+    TILE_K: Int,
+    GROUP_M: Int,
+    PERSISTENT: Bool,
+    LATENCY: Int,
+    SHARES: Int,
+):
+    """C = A @ B as `matmul_partial` and `combine` compute it, bit for bit, for SPLIT_K = SHARES, in one launch."""
+    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1, SHARES)
+    schedule_tiles(A, B, C, const)
 
 
 def matmul_padded(
@@ -138,6 +160,8 @@ def main_loop(A, B, work, const):
     begin, end = 0, steps
     if const.SPLIT_K > 1:
         begin, end = steps * work.share // const.SPLIT_K, steps * (work.share + 1) // const.SPLIT_K
+    if const.SHARES > 1:
+        return (accumulate_shares(A, B, work, steps, const),)
     if const.REST_N == 0:
         return (accumulate(A, B, work, begin, end, const),)
     return accumulate_parts(A, B, work, begin, end, const)
@@ -152,6 +176,15 @@ def accumulate(A, B, work, begin, end, const):
         a, b = rows.load((work.row, step), latency=latency), columns.load((step, work.column), latency=latency)
         acc = ct.mma(a, b, acc)
     return acc
+
+
+def accumulate_shares(A, B, work, steps, const):
+    """The product over all steps, `[TILE_M, TILE_N]` in float32: the sum of its shares, added up in their order."""
+    total = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
+    for share in range(const.SHARES):
+        begin, end = steps * share // const.SHARES, steps * (share + 1) // const.SHARES
+        total = total + accumulate(A, B, work, begin, end, const)
+    return total
 
 
 def accumulate_parts(A, B, work, begin, end, const):

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, operator
+from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, operator, takes_tensors
 
 
+@takes_tensors
 def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor | None = None) -> Any:
     """`x / sqrt(mean(x * x) + eps) * weight` over the last axis, where x is `input`, or `input + residual`.
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.ops.front import GRADIENTS, operator
+from tiledsched.ops.front import GRADIENTS, operator, takes_tensors
 from tiledsched.serve import process
 from tiledsched.serve.execute import is_transformed
 
 
+@takes_tensors
 def rope(
     q: Tensor,
     k: Tensor,

@@ -26,7 +26,9 @@ from tiledsched.kernels.product_schedules import (
     Product,
     ProductSimilarity,
     combine_constants,
+    instruction,
     product_launches,
+    share_bounds,
 )
 from tiledsched.kernels.scaled_matmul.rivals import raced
 
@@ -207,6 +209,11 @@ class ScaledMatmul(Product, Kernel):
         """The scaled product."""
         product = (A @ B) * ScaleA[:, None] * ScaleB[None, :]
         return product if Bias is None else product + Bias
+
+    @staticmethod
+    def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...]:
+        """The shares of k, the instruction, and without `fast_accum` the steps after which sums move to float32."""
+        return share_bounds(p.k, s), instruction(s), s["SWAP"], 0 if p.fast_accum else s["TILE_K"]
 
     @staticmethod
     def tolerance(p: Problem, s: Schedule) -> Tolerance:

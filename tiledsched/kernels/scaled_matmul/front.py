@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
-from tiledsched.ops.front import operator
+from tiledsched.ops.front import operator, takes_tensors
 
 
+@takes_tensors
 def scaled_matmul(
     a: Tensor,
     b: Tensor,

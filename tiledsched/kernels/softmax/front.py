@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiledsched.ops.front import flat_rows, operator
+from tiledsched.ops.front import flat_rows, operator, takes_tensors
 
 
+@takes_tensors
 def softmax(input: Tensor) -> Tensor:
     """The softmax of `[..., columns]` over the last axis, of float16 or bfloat16 CUDA tensors.
 

@@ -1,0 +1,257 @@
+r"""What a baked tree loses beside the table on problems that it was not fitted to, timed on a GPU.
+
+    python -m docs.studies.bake_regret --csv bake.csv --seconds 80
+    python -m docs.studies.bake_regret --summary bake.csv
+
+A set of problems is baked, with 8 and 16 leaves and with as many as it takes. Then problems between them are drawn, for each of
+which the table's choice and those of the trees are launched in turn, out of a cold cache. Sets take turns until the time is up,
+which begins when everything is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import random
+import statistics
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from docs.studies.flags import flag, parser_with, positive
+from tiledsched.bake.baking import Baking, choices
+from tiledsched.core.config import load_settings
+from tiledsched.core.errors import Failure, TiledschedError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import load_kernel
+from tiledsched.core.schedule import Schedule
+from tiledsched.serve.entries import load_table
+from tiledsched.tuning.session import Session
+
+LEAVES = (8, 16, None)
+"""The sizes of trees; None for what the table chooses on every problem of the set."""
+ROUNDS = 16
+"""Samples of each choice, taken in turn."""
+COLUMNS = ("set", "problem", "choice", "schedule", "median_us", "ratio", "device", "compiler")
+TABLE = "table"
+
+
+@dataclass(frozen=True)
+class Set:
+    """Problems that are baked, and how others are drawn."""
+
+    kernel: str
+    """The kernel's name."""
+    asked: Callable[[KernelClass], list[Problem]]
+    """The problems of the set; none for all that were measured."""
+    draw: Callable[[Problem, random.Random], dict[str, Any]]
+    """From a problem of the set to the values that differ in one that is drawn."""
+
+
+def _llama_products(kernel: KernelClass) -> list[Problem]:
+    weights = sorted({(p.n, p.k) for p in kernel.suite("llama_8b")})
+    rows = [1 << step for step in range(15)]
+    return [kernel.problem(m=m, n=n, k=k, b_layout="column", dtype="bfloat16") for n, k in weights for m in rows]
+
+
+def _llama_attention(kernel: KernelClass) -> list[Problem]:
+    heads = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    prefill = itertools.product((1, 4, 16), (512, 1024, 2048, 4096, 8192))
+    decode = itertools.product((1, 8, 32, 128), (1024, 2048, 4096, 8192, 16384))
+    return [
+        *(kernel.problem(batch=b, seq_q=s, seq_k=s, causal=True, **heads) for b, s in prefill),
+        *(kernel.problem(batch=b, seq_q=1, seq_k=s, **heads) for b, s in decode),
+    ]
+
+
+def _between(size: int, rng: random.Random, whole: int = 1) -> int:
+    """A size within half an octave of another one."""
+    return max(whole, round(size * 2 ** rng.uniform(-0.5, 0.5) / whole) * whole)
+
+
+def _other_rows(p: Problem, rng: random.Random) -> dict[str, Any]:
+    return {"m": _between(p.m, rng)}
+
+
+def _other_lengths(p: Problem, rng: random.Random) -> dict[str, Any]:
+    length, batch = _between(p.seq_k, rng, 64 if p.seq_k % 64 == 0 else 1), _between(p.batch, rng)
+    return {"batch": batch, "seq_k": length, "seq_q": length if p.seq_q == p.seq_k else p.seq_q}
+
+
+SETS: Mapping[str, Set] = {
+    "products of llama_8b": Set("matmul", _llama_products, _other_rows),
+    "attention of llama_8b": Set("attention", _llama_attention, _other_lengths),
+    "matmul, all measured": Set("matmul", lambda kernel: [], _other_rows),
+    "rms_norm, all measured": Set("rms_norm", lambda kernel: [], lambda p, rng: {"rows": _between(p.rows, rng)}),
+    "attention, all measured": Set("attention", lambda kernel: [], _other_lengths),
+}
+
+
+@dataclass
+class Drawn:
+    """A drawn problem, and what is chosen for it."""
+
+    problem: Problem
+    choices: dict[str, Schedule]
+
+
+def name_of(leaves: int | None) -> str:
+    """What a tree is called."""
+    return f"{leaves} leaves" if leaves else "all leaves"
+
+
+def chosen(name: str, arch: str, count: int, seed: int) -> tuple[list[Drawn], list[str]]:
+    """Drawn problems of a set with what the table and the trees choose, and what can be said of the trees without a GPU."""
+    of = SETS[name]
+    kernel, settings, rng = load_kernel(of.kernel), load_settings(), random.Random(seed)
+    cases = choices(kernel, [arch], of.asked(kernel), settings, losses=True)
+    problems = [case.problem for case in cases]
+    functions: dict[str, Callable[..., Mapping[str, Any]]] = {}
+    said = []
+    for leaves in LEAVES:
+        baking = Baking(kernel, cases, "docs.studies.bake_regret", leaves)
+        text, namespace = baking.source(), {}
+        exec(text, namespace)  # which was made here
+        function = functions[name_of(leaves)] = namespace[f"{baking.name}_schedule"]
+        facts = [case.names(with_arch=False) for case in cases]
+        kept = sum(function(**each) == dict(case.served.schedule) for each, case in zip(facts, cases, strict=True))
+        us = max(min(timeit.repeat(lambda f=function, e=each: f(**e), number=2000, repeat=3)) * 500 for each in facts)
+        said.append(
+            f"{name}, {name_of(leaves)}: {baking.said}; {len(text.splitlines())} lines; chooses what the table chooses in "
+            f"{kept} of {len(cases)}; at most {us:.2f} us a call"
+        )
+    table, drawn = load_table(settings, kernel=kernel, archs={arch}), dict[Problem, Drawn]()
+    for _ in range(100 * count):
+        near = rng.choice(problems)
+        if len(drawn) == count:
+            break
+        try:
+            problem = near.replace(**of.draw(near, rng))
+        except TiledschedError:
+            continue
+        if problem in problems or problem in drawn:
+            continue
+        found = {TABLE: table.resolve(problem, arch).schedule}
+        for tree, function in functions.items():
+            try:
+                schedule = {key: value for key, value in function(**problem.values).items() if key != "kernel"}
+                found[tree] = Schedule(schedule)
+            except ValueError:  # which says that no schedule fits
+                continue
+        drawn[problem] = Drawn(problem, found)
+    return list(drawn.values()), said
+
+
+def timed(session: Session, name: str, drawn: Sequence[Drawn]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each problem, which are timed as they are asked for; everything is built before the first."""
+    kernel = load_kernel(SETS[name].kernel)
+    builder = session.builder(kernel, 60)
+    builder.build_for_each((schedule, each.problem) for each in drawn for schedule in set(each.choices.values()))
+    yield []
+    runner = session.open_runner(kernel, "gpu")
+    assert runner is not None
+    for each in drawn:
+        different = list(dict.fromkeys(each.choices.values()))
+        times = dict.fromkeys(different, math.nan)
+        programs = builder.programs(different, each.problem, runner.device)
+        candidates = builder.candidates(programs)
+        if len(candidates) == 1:
+            times = dict.fromkeys(programs[0].schedules, 1.0)
+        elif candidates:
+            runner.begin(each.problem)
+            ready = [one for one in candidates if not isinstance(runner.probe(one), Failure)]
+            batches = runner.sample(ready, rounds=ROUNDS, regime="burst")
+            for one, batch in zip(ready, batches, strict=True):
+                program = next(every for every in programs if every.schedule == one.schedule)
+                if not isinstance(batch, Failure):
+                    times |= dict.fromkeys(program.schedules, statistics.median(batch.samples_us))
+        yield [
+            {
+                "set": name,
+                "problem": str(each.problem),
+                "choice": choice,
+                "schedule": schedule.short(),
+                "median_us": times.get(schedule, math.nan),
+                "ratio": times.get(schedule, math.nan) / times.get(each.choices[TABLE], math.nan),
+                "device": runner.device.name,
+                "compiler": session.toolchain.tileiras,
+            }
+            for choice, schedule in each.choices.items()
+        ]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each set and tree: the time beside the table's choice."""
+    lines = [
+        "|set|tree|problems|same program|geometric mean|worst|at most 1%|no time|",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, tree in dict.fromkeys((row["set"], row["choice"]) for row in rows if row["choice"] != TABLE):
+        mine = [float(row["ratio"]) for row in rows if (row["set"], row["choice"]) == (name, tree)]
+        known = [each for each in mine if not math.isnan(each)] or [math.nan]
+        mean = statistics.geometric_mean(known)
+        lines.append(
+            f"|{name}|{tree}|{len(mine)}|{sum(each == 1 for each in known)}|{mean:.4f}|{max(known):.3f}|"
+            f"{sum(each <= 1.01 for each in known)}|{len(mine) - len(known)}|"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Time the sets and print the summary."""
+    parser = parser_with(
+        flag("--csv", type=Path, help="rows are written here as they are known"),
+        flag("--summary", type=Path, help="only print what such a file says; no GPU"),
+        flag("--sets", nargs="+", default=list(SETS), choices=list(SETS), help="only these sets"),
+        flag("--count", type=positive, default=60, help="problems drawn for each set"),
+        flag("--seed", type=positive, default=1, help="of the draws"),
+        flag("--seconds", type=positive, default=80, help="for timing, in all"),
+        flag("--dry-run", action="store_true", help="only say what is chosen; no GPU"),
+        flag("--arch", default="sm_90", help="e.g. sm_90"),
+        prog="python -m docs.studies.bake_regret",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    asked = parser.parse_args()
+    if asked.summary:
+        with open(asked.summary, encoding="utf-8", newline="") as file:
+            print(summary(list(csv.DictReader(file))))
+        return
+    drawn = {}
+    for name in asked.sets:
+        drawn[name], said = chosen(name, asked.arch, asked.count, asked.seed)
+        print(*said, f"{name}: {len(drawn[name])} problems drawn", sep="\n", flush=True)
+    if asked.dry_run:
+        return
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, open(asked.csv, "w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        with Session(asked.arch, settings=load_settings({"db": f"{folder}/bake.db"})) as session:
+            running = {name: timed(session, name, drawn[name]) for name in asked.sets}
+            for each in running.values():
+                next(each)
+            began, left = time.monotonic(), dict(running)
+            print("everything is built", flush=True)
+            # A runner serves one kernel at a time, and changing it takes a second: sets take turns in shares of the time.
+            for number, (name, each) in enumerate(running.items(), 1):
+                until = began + asked.seconds * number / len(running)
+                while name in left and time.monotonic() < until:
+                    found = next(each, None)
+                    if found is None:
+                        del left[name]
+                        break
+                    rows += found
+                    table.writerows(found)
+                    file.flush()
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""What is baked: the tree, the source of tables that ship, and files that use it without tiledsched."""
+
+from __future__ import annotations
+
+import math
+import random
+import timeit
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from served_entries import SUMMARY
+
+from tiledsched.bake.baking import Baking, Case, _timed_beside, choices
+from tiledsched.bake.patch import Patch
+from tiledsched.bake.text import left_open
+from tiledsched.bake.tree import NEVER, between, grow
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.registry import load_kernel
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.measure.runner import Conditions
+from tiledsched.serve.chain import Served
+from tiledsched.store.records import Entry
+
+SITE = '''"""A user's file."""
+import cuda.tile as ct
+import torch
+from tiledsched import exhaustive_search
+
+
+@ct.kernel(occupancy=ct.ByTarget(sm_90=8, sm_100=4, default=2))
+def scale(X, Out, factor, TILE: ct.Constant[int]):
+    ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)) * factor)
+
+
+def launch(x, out):
+    """é, before what depends on the tile."""
+
+    def inner(x):
+        if x.shape[0] > 4096:
+            tile = 64
+            if x.shape[0] % 128 == 0:
+                tile = 128
+        grid = (x.shape[0] // tile,)
+        ct.launch(torch.cuda.current_stream(), grid, scale, (x, out, 0.5, tile))
+        tile = None
+
+    inner(x)
+
+
+def search(x, out):
+    best = exhaustive_search(
+        [{"TILE": 64}], 0, lambda c: (4096 // c["TILE"],), scale, lambda c: (x, out, 0.5, c["TILE"])
+    ).best.config
+    return best["TILE"], best.TILE
+'''
+DECLARED = """
+import importlib.util
+import tiledsched as ts
+spec = importlib.util.spec_from_file_location("user_file", {path!r})
+user_file = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(user_file)
+
+
+class Scale(ts.Kernel):
+    function = user_file.scale
+    size = ts.dim()
+    dtype = ts.dtype("float32", "float16")
+    X, Out = ts.array("size"), ts.out("size")
+    factor = ts.scalar(0.5)
+    knobs = {{"TILE": [64, 128, 256], "occupancy": [0, 1, 2]}}
+    constraints = {{"size >= TILE": "whole tiles"}}
+
+    def grid(p, s, device):
+        return p.size // s["TILE"]
+
+    def reference(xp, X, factor):
+        return X * factor
+"""
+WITHOUT = """
+import sys, types
+sys.modules["tiledsched"] = None
+import cuda.tile as ct
+launched = []
+ct.launch = lambda stream, grid, kernel, arguments: launched.append((grid, arguments[3], kernel._compiler_options))
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(current_stream=lambda: 0)
+namespace = {}
+exec(compile(open(sys.argv[1], encoding="utf-8").read(), sys.argv[1], "exec"), namespace)
+for size in (8192, 1 << 20):
+    x = types.SimpleNamespace(shape=(size,), dtype="torch.float32")
+    namespace["launch"](x, x)
+    print(*launched[-1], namespace["search"](x, x))
+"""
+
+
+def case(problem, schedule, arch="sm_90") -> Case:
+    """A problem that was measured, with the schedule that won."""
+    entry = Entry(
+        kernel=problem.kernel,
+        arch=arch,
+        problem=problem,
+        provenance="measured",
+        schedule=schedule,
+        device_name="NVIDIA H200",
+        regime="burst",
+        measurement=SUMMARY,
+        toolchain=SUMMARY.toolchain,
+    )
+    served = Served(schedule=schedule, provenance="measured", steps=(), entry=entry, is_own=True)
+    return Case(problem=problem, arch=arch, served=served, measured={schedule: 0.0}, estimated={})
+
+
+def chooser(baking: Baking):
+    """The baked function."""
+    namespace: dict = {}
+    exec(baking.source(), namespace)
+    return namespace[f"{baking.name}_schedule"]
+
+
+@pytest.fixture
+def scale(tmp_path):
+    """A user's file, and the kernel that declares what is in it."""
+    path = tmp_path / "user_file.py"
+    path.write_text(SITE, encoding="utf-8")
+    (tmp_path / "declared.py").write_text(DECLARED.format(path=str(path)), encoding="utf-8")
+    return path, load_kernel(f"{tmp_path}/declared.py:Scale")
+
+
+def baked(kernel, command="tiledsched bake declared.py:Scale", **more) -> Baking:
+    """Small sizes take small tiles."""
+    sizes = {
+        8192: Schedule(TILE=64, occupancy=2),
+        1 << 16: Schedule(TILE=128, occupancy=0),
+        1 << 20: Schedule(TILE=256, occupancy=1),
+    }
+    return Baking(kernel, [case(kernel.problem(size=size), each) for size, each in sizes.items()], command, **more)
+
+
+def test_a_tree_is_exact_or_as_small_as_asked_and_never_leads_where_nothing_runs():
+    rng = random.Random(3)
+    problems = [
+        {"m": rng.randint(1, 99), "n": rng.randint(1, 99), "dtype": rng.choice("ab"), "causal": rng.random() < 0.5}
+        for _ in range(80)
+    ]
+    right = [(p["m"] * p["n"] > 900) + 2 * (p["dtype"] == "b" and p["causal"]) for p in problems]
+    losses = numpy.array([[0.0 if each == best else 0.5 for each in range(4)] for best in right])
+    losses[:, 3] = NEVER
+    wrong = numpy.array([[float(each != best) for each in range(4)] for best in right])
+
+    def missed(tree):
+        found = {row: leaf.best for leaf in tree.leaves() for row in leaf.rows}
+        assert sorted(found) == list(range(80))
+        return sum(found[row] != best for row, best in enumerate(right))
+
+    assert missed(grow(problems, wrong)) == 0
+    few = grow(problems, losses, 4)
+    assert len(few.leaves()) <= 4
+    assert few.loss == pytest.approx(sum(losses[row, leaf.best] for leaf in few.leaves() for row in leaf.rows))
+    assert few.loss <= grow(problems, losses, 2).loss < grow(problems, losses, 1).loss
+    assert 3 not in {leaf.best for leaf in few.leaves()}
+    assert [between(16, 512), between(3000, 4000), between(5, 6), between(0, 1)] == [128, 3464, 5, 0]
+
+
+@pytest.mark.parametrize(("name", "most"), [("matmul", 90), ("rms_norm", 45)])
+def test_what_ships_is_chosen_on_every_problem_within_a_microsecond(name, most):
+    kernel = load_kernel(name)
+    cases = choices(kernel, ["sm_90"], [], Settings(), losses=False)
+    baking = Baking(kernel, cases, f"tiledsched bake {name}")
+    choose, text = chooser(baking), baking.source()
+    for each, facts in zip(cases, baking.names, strict=True):
+        assert choose(**facts) == dict(each.served.schedule)
+    assert len(text.splitlines()) <= most
+    assert "tiledsched." not in text
+    assert min(timeit.repeat(lambda: choose(**facts), number=1000, repeat=9)) < 1000 * 3e-6  # of a busy machine
+
+
+def test_few_leaves_say_what_they_lose():
+    kernel = load_kernel("rms_norm")
+    cases = choices(kernel, ["sm_90"], [], Settings(), losses=True)
+    baking = Baking(kernel, cases, "tiledsched bake rms_norm --max-leaves 3", 3)
+    lost = [baking.losses(leaf) for leaf in baking.tree.leaves()]
+    assert len(lost) == 3
+    logs = [each.loss(Schedule(chooser(baking)(**facts))) for each, facts in zip(cases, baking.names, strict=True)]
+    assert math.fsum(logs) == pytest.approx(math.fsum(math.log1p(each) for one in lost for each in one))
+    assert f"takes {math.expm1(math.fsum(logs) / len(logs)):.1%} longer" in baking.said
+    assert all(each.measured[each.served.schedule] == 0 for each in cases)
+    with pytest.raises(ValueError, match="bake again"):
+        chooser(baking)(rows=8, columns=1 << 30, residual=False)
+
+
+def test_what_is_left_of_a_condition():
+    import ast
+
+    def left(text, **known):
+        return left_open(ast.parse(text, mode="eval").body, known)
+
+    assert left("n <= 32 * TILE", TILE=4) == "n <= 32 * 4"
+    assert left("not FLAG or n == 1", FLAG=False) is True
+    assert left("word == 'word' and n > 1 and (n < 9 or TILE > 3)", word="word", TILE=2) == "n > 1 and n < 9"
+    assert left("TILE > 3 and n", TILE=2) is False
+    assert left("TILE > 1 and TILE < 3", TILE=2) is True
+    assert left("TILE > 2 or TILE < 2", TILE=2) is False
+
+
+def test_a_file_uses_what_is_baked_and_needs_no_tiledsched(scale, python):
+    path, kernel = scale
+    patch = Patch(baked(kernel))
+    assert "import exhaustive_search" not in patch.after
+    assert "sm_90=each.occupancy or None, sm_100=4, default=2" in " ".join(patch.after.split())
+    path.write_text(patch.after, encoding="utf-8")
+    first, second = python(WITHOUT, str(path)).out.splitlines()
+    assert first.startswith("(128,) 64 ")
+    assert first.endswith("(64, 64)")
+    assert second.startswith("(4096,) 256 ")
+    assert "ByTarget(sm_90=2, sm_100=4, default=2)" in first
+    assert "ByTarget(sm_90=1, sm_100=4, default=2)" in second
+    again = Patch(baked(kernel))
+    assert again.before == again.after
+    path.write_text(SITE, encoding="utf-8")
+    tiles = [case(kernel.problem(size=size), Schedule(TILE=tile)) for size, tile in ((8192, 64), (1 << 20, 128))]
+    path.write_text(Patch(Baking(kernel, tiles, "")).after, encoding="utf-8")
+    assert "scale, (x, out, 0.5, tile))" in path.read_text(encoding="utf-8")
+    bare = Patch(Baking(kernel, tiles, ""))
+    assert bare.before == bare.after
+    path.write_text(patch.after, encoding="utf-8")
+    other = Patch(baked(kernel, command="tiledsched bake another"))
+    assert other.after == again.after.replace("bake declared.py:Scale", "bake another")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("            tile = 64\n", "            tile, grid = 64, 0\n", ""),
+        ("0.5, tile)", "0.5, 128)", "inner assigns no variable that is passed for TILE"),
+        ("ct.launch(torch", "run(torch", ""),
+        ("(x, out, 0.5, tile)", "arguments", "must be a tuple of 4"),
+        ("TILE: ct.Constant[int]):", "TILE: ct.Constant[int], SIDES: ct.Constant[int]):", "must be a tuple of 5"),
+    ],
+)
+def test_places_that_cannot_be_edited_are_named(scale, old, new, message):
+    path, kernel = scale
+    path.write_text(SITE.replace(old, new), encoding="utf-8")
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            Patch(baked(kernel))
+    else:
+        assert "def scale_schedule" in Patch(baked(kernel)).after
+
+
+def test_a_kernel_of_several_functions_has_a_module_only():
+    kernel = load_kernel("matmul")
+    problems = [kernel.problem(m=4096, n=4096, k=k) for k in (64, 4100)]
+    cases = [case(each, space_for("sm_90", kernel).default(each)) for each in problems]
+    with pytest.raises(ConfigError, match=r"neither to ct\.launch"):
+        Patch(Baking(kernel, cases, ""))
+
+
+def test_the_command_writes_and_checks(home, cli):
+    words = ["bake", "rms_norm", "--arch", "sm_90", "--max-leaves", "4", "-o", "rms.py"]
+    said = cli(words).out
+    assert said.startswith("4 leaves, 4 schedules, 14 problems. Than with the table's choices,")
+    assert said.endswith("\nrms.py\n")
+    text = Path("rms.py").read_text(encoding="utf-8")
+    assert text.splitlines()[1] == "# tiledsched bake rms_norm --arch sm_90 --max-leaves 4"
+    assert cli([*words, "--check"]).out == "rms.py is what the table says\n"
+    Path("rms.py").write_text(text.replace("return 0", "return 1").replace("(0 if", "(1 if"), encoding="utf-8")
+    assert cli([*words, "--check"], code=1).out.endswith("\nrms.py is not what the table says; bake it again\n")
+    assert text == cli(words[:-2]).out
+    assert "runs rms_norm and rms_norm_residual" in cli([*words[:-1], "rms.patch"], code=2).err
+    assert "ends in .py" in cli([*words[:-1], "rms.txt"], code=2).err
+    assert "nothing was measured" in cli(["bake", "rms_norm", "--arch", "sm_120"], code=2).err
+
+
+def test_what_was_timed_counts_and_what_was_not_is_estimated(home):
+    kernel = load_kernel("matmul")
+    known, other = choices(
+        kernel,
+        ["sm_90"],
+        [kernel.problem(m=4096, n=4096, k=4096), kernel.problem(m=3000, n=4096, k=4096)],
+        Settings(),
+        losses=True,
+    )
+    assert known.served.is_own
+    assert not other.measured
+    assert known.served.schedule in other.estimated
+    assert len(known.measured) > 1
+    assert [each.loss(each.served.schedule) for each in (known, other)] == [0.0, 0.0]
+    assert known.loss(Schedule(TILE_M=1)) == NEVER
+
+
+def test_only_times_beside_the_choices_own_count():
+    problem = load_kernel("rms_norm").problem(rows=64, columns=64)
+    fast, slow = Schedule(TILE=1), Schedule(TILE=2)
+    served = case(problem, fast).served
+
+    def row(schedule, us, device="NVIDIA H200", regime="burst"):
+        taken = SimpleNamespace(
+            schedule=schedule,
+            median_us=us,
+            device=SimpleNamespace(name=device),
+            regime=regime,
+            problem=problem,
+            conditions=Conditions(),
+        )
+        return SimpleNamespace(measurement=taken, toolchain=SUMMARY.toolchain, uid=str(us))
+
+    others = [row(slow, 5.0, device="other"), row(fast, 1.0, regime="sustained")]
+    rows = [*others, row(slow, 20.0), row(fast, 10.0), row(slow, 30.0)]
+    assert _timed_beside(served, problem, rows) == {fast: 0.0, slow: math.log(2)}
+    assert _timed_beside(served, problem, rows[:3]) == {}

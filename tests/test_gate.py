@@ -1,0 +1,169 @@
+"""`tiledsched compare --gate`: repeated runs decide what became slower; and `tune --effort served`, which measures them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, check_golden, plain, taken
+from test_compare import known
+from test_docs import ROOT, blocks, parse
+from test_search_tuner import LANDSCAPES, Recorded, tune
+
+from tiledsched.cli import main
+from tiledsched.core.errors import ConfigError
+from tiledsched.report.compare import Comparison, ProgramTime, judged
+from tiledsched.report.gate import judged_by_runs
+from tiledsched.store.db import TuningDB
+from tiledsched.store.records import Entry
+
+NAMES = map(str, itertools.count())
+
+
+def side(name, times_us, code, half=0.0005, **changes):
+    """A time with a run for each of some times."""
+    runs = tuple(ProgramTime("s", code, us, us * (1 - half), us * (1 + half), next(NAMES)) for us in times_us)
+    return known(runs[0].us, problem_id=name, problem=name, fingerprint=code, uid=runs[0].uid, runs=runs, **changes)
+
+
+def gate(pairs, code="b", **changes):
+    """The verdicts at 3% by problem, of the times of its runs before and after."""
+    rows = [judged(side(name, a, "a"), side(name, b, code, **changes), 0.02) for name, (a, b) in pairs.items()]
+    found = judged_by_runs(Comparison(a="A", b="B", rows=tuple(rows), drift=(), threshold=0.02), 0.03)
+    return found, {row.b.problem: row.verdict for row in found.rows}
+
+
+def drawn(rng, noise, slower=(), runs=3):
+    """Runs of 20 problems with made-up noise, of which some take 3% longer afterwards."""
+    mean = {f"p{place}": 100 * (1 + 0.03 * (place in slower)) for place in range(20)}
+    return {name: tuple(us * np.exp(rng.normal(0, noise, runs)) for us in (100, after)) for name, after in mean.items()}
+
+
+@pytest.mark.parametrize("code", ["a", "b"])
+def test_noise_gives_no_alarm_and_slow_downs_of_3_percent_do(code) -> None:
+    rng = np.random.default_rng(0)
+    assert not any(gate(drawn(rng, 0.003), code)[0].regressed for _ in range(100))
+    found = [gate(drawn(rng, 0.003, [place % 20]), code)[1][f"p{place % 20}"] for place in range(100)]
+    assert found.count("slower") >= 95
+    noise = np.mean([gate(drawn(rng, 0.003), code)[0].noise for _ in range(10)])
+    assert noise == pytest.approx(0.003, rel=0.1)
+
+
+def test_a_machine_too_noisy_for_the_limit_is_tied_and_says_what_it_would_notice() -> None:
+    rng = np.random.default_rng(1)
+    found = [gate(drawn(rng, 0.02))[0] for _ in range(100)]
+    assert sum(each.regressed for each in found) <= 2
+    assert {row.verdict for row in found[0].rows} == {"tied"}
+    assert all(row.noticed > 0.03 for row in found[0].rows)
+
+
+QUIET = {f"p{place}": ((100.0, 100.1, 99.9), (100.1, 100.0, 99.9)) for place in range(19)}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "code", "verdict"),
+    [
+        ((100, 100.1, 99.9), (102, 102.1, 101.9), "b", "same"),  # slower beyond doubt, and by less than the limit
+        ((100, 100.1, 99.9), (104, 104.1, 103.9), "b", "slower"),
+        ((100, 100.1, 99.9), (104, 104.1, 103.9), "a", "slower"),  # by its launch, say: the machine code is the same
+        ((104, 104.1, 103.9), (100, 100.1, 99.9), "b", "faster"),
+        ((100, 100.1, 99.9), (100, 112, 100), "b", "tied"),  # one run was disturbed
+    ],
+)
+def test_the_verdict_of_one_problem_among_quiet_ones(a, b, code, verdict) -> None:
+    found, verdicts = gate(QUIET | {"p": (a, b)}, code)
+    assert verdicts == dict.fromkeys(QUIET, "same") | {"p": verdict}
+    assert found.noise < 0.002
+
+
+def test_the_own_difference_of_one_machine_code_is_no_noise() -> None:
+    for others in ({}, {"p0": QUIET["p0"]}):
+        _, verdicts = gate(others | {"p": ((100, 100.1, 99.9), (104, 104.1, 103.9))}, "a")
+        assert verdicts["p"] == "slower"
+
+
+def test_one_problem_alone_has_no_more_evidence_than_its_runs() -> None:
+    assert gate({"p": ((100, 101), (103.5, 104.5))})[1] == {"p": "tied"}
+
+
+def test_what_the_samples_of_a_run_say_of_its_spread_counts_too() -> None:
+    _, verdicts = gate(QUIET | {"p": ((100, 100.1, 99.9), (104, 104.1, 103.9))}, half=0.1)
+    assert verdicts["p"] == "tied"
+
+
+def test_what_cannot_be_judged_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no two runs of one program.*--effort served"):
+        gate({"p": ((100,), (101,))})
+    for changes in ({"device": "another"}, {"modelled": True}):
+        with pytest.raises(ConfigError, match="measurements of one GPU"):
+            gate(QUIET, **changes)
+
+
+def put_runs(path, times_us, schedule):
+    """Add a run for each of some times of each problem, beside what does not count: the search before, and other programs."""
+
+    def put(run, us, schedule=schedule, code=schedule.id * 2, samples=10, **more):
+        own = taken(schedule, us, fingerprint=code, **more)
+        own = dataclasses.replace(own, samples_us=own.samples_us * (samples // 5))
+        return db.record_measurement(run, "attention", SOURCE, TOOLCHAIN, own)
+
+    with TuningDB.open(path) as db:
+        for problem, runs in times_us.items():
+            for us in runs:
+                run = db.start_run({}, "sm_90")
+                put(run, us * 1.5, problem=problem)
+                number = put(run, us, problem=problem)
+                put(run, us * 2, problem=problem, code="f" * 24)
+                put(run, us * 3, plain(32, 32), problem=problem)
+                put(None, us * 4, problem=problem, samples=5)
+                if path == "head.db":
+                    put(db.start_run({}, "sm_90"), us * 5, problem=problem, regime="sustained")
+            entry = {"schedule": schedule, "fingerprint": schedule.id * 2, "toolchain": TOOLCHAIN}
+            where = {"kernel": "attention", "arch": "sm_90", "device_name": DEVICE.name, "regime": "burst"}
+            db.put_entry(Entry(**where, problem=problem, provenance="measured", measurement_id=number, **entry))
+
+
+def test_two_databases_are_judged_on_the_command_line(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second, third, fourth = (PROBLEM.replace(batch=batch) for batch in (1, 2, 3, 4))
+    put_runs("base.db", {fourth: (30, 31)}, plain(128, 64))  # known to both, and not measured anew
+    shutil.copy("base.db", "head.db")
+    put_runs("base.db", {first: (100, 100.2, 99.9), second: (50, 50.1, 50), third: (70, 70.1, 70)}, plain(128, 64))
+    put_runs("head.db", {first: (104.1, 104.2, 104), second: (50.1, 50, 50)}, plain(64, 64))
+    assert main(["compare", "base.db", "head.db", "--gate", "3%", "--all", "--markdown", "gate.md"]) == 1
+    check_golden("compare_gate.txt", capsys.readouterr().out)
+    check_golden("compare_gate.md", (tmp_path / "gate.md").read_text())
+    assert main(["compare", "base.db", "head.db", "--gate", "9", "--json"]) == 1  # the third is missing
+    found = json.loads(capsys.readouterr().out)
+    assert {row["verdict"]: row["b_runs"] for row in found["rows"]} == {"same": 3}
+    assert (found["threshold"], found["regressed"], len(found["only_a"])) == (0.09, True, 1)
+    put_runs("head.db", {third: (70, 70.1, 70)}, plain(64, 64))
+    assert main(["compare", "base.db", "head.db", "--gate", "9"]) == 0
+    assert main(["compare", "base.db", "base.db", "--gate", "3"]) == 2
+    assert "no two runs" in capsys.readouterr().err
+    assert main(["compare", "base.db", "head.db", "--markdown", "gate.md"]) == 2
+    assert "pass --gate PERCENT" in capsys.readouterr().err
+
+
+def test_an_effort_of_served_measures_what_is_served_anew_and_nothing_else(tmp_path) -> None:
+    recorded = Recorded(LANDSCAPES[4])
+    slow = max(recorded.measurements, key=lambda each: each.median_us * (each.accuracy is not None)).schedule
+    with TuningDB.open(tmp_path / "x.db") as db:
+        results = [tune(recorded, db, effort="served", served=slow) for _ in range(2)]
+        assert {result.entry.schedule for result in results} == {slow}
+        assert [each.measurement.schedule for each in db.measurements()] == [slow, slow]
+        assert len({each.run_id for each in db.measurements()}) == 2
+        with pytest.raises(ConfigError, match=r"no GPU.*leave out --effort served"):
+            tune(recorded, db, effort="served", measure=False)
+
+
+def test_the_workflow_in_the_documentation_runs_commands_that_there_are() -> None:
+    (code,) = blocks(ROOT / "docs" / "gate.md", "yaml")
+    lines = [line.strip().replace("$side", "base") for line in code.splitlines() if "  tiledsched " in line]
+    assert len(lines) == 2
+    for line in lines:
+        parse(line.split()[1:])

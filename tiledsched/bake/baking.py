@@ -1,0 +1,232 @@
+"""From what a table says of a kernel to the tree, and to the source, that say the same."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from tiledsched.bake.text import left_open, names_in, source
+from tiledsched.bake.tree import NEVER, Tree, grow
+from tiledsched.core.config import Settings
+from tiledsched.core.errors import ConfigError
+from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.core.text import joined, plural
+from tiledsched.report.sources import WithShipped
+from tiledsched.serve.arch_table import MEASURED_PROVENANCES
+from tiledsched.serve.chain import Served
+from tiledsched.serve.entries import load_entries, load_table
+from tiledsched.store.db import TuningDB
+from tiledsched.store.evidence import timed_alike
+from tiledsched.store.location import database_exists
+
+MOST_CANDIDATES, NEAR_BEST = 64, 0.01
+"""So many schedules may become leaves where leaves are few: those that lose no more than this on the most problems."""
+ARRAY = re.compile(r"(\w+)\[([\dx]+)[^\]]*\]")
+"""An array among the values of a remembered search: its type, its sizes, and maybe strides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A problem on an arch, and what schedules cost there."""
+
+    problem: Problem
+    """The problem."""
+    arch: str
+    """The arch, e.g. sm_90."""
+    served: Served
+    """What the table chooses."""
+    measured: Mapping[Schedule, float]
+    """The log of a schedule's time over that of the table's choice, where both were measured on this problem."""
+    estimated: Mapping[Schedule, float]
+    """The same by the estimate that serves untuned problems. Schedules that cannot run here are in neither."""
+
+    def loss(self, schedule: Schedule) -> float:
+        """What is known of a schedule, 0 or more."""
+        same = schedule == self.served.schedule
+        return 0.0 if same else max(0.0, self.measured.get(schedule, self.estimated.get(schedule, NEVER)))
+
+    def names(self, *, with_arch: bool) -> dict[str, Any]:
+        """By an expression of a launch, what it is here: numbers, flags and words."""
+        found: dict[str, Any] = {"arch": self.arch} if with_arch else {}
+        for name, value in self.problem.values.items():
+            array = ARRAY.fullmatch(value) if self.problem.declaration.is_called and isinstance(value, str) else None
+            if array:
+                found[f"str({name}.dtype)[6:]"] = array[1]
+                found |= {f"{name}.shape[{axis}]": int(size) for axis, size in enumerate(array[2].split("x"))}
+            elif isinstance(value, (bool, int, str)) and name != "call":
+                found[name] = value
+        return found
+
+
+def choices(
+    kernel: KernelClass, archs: Sequence[str], problems: Sequence[Problem], settings: Settings, *, losses: bool
+) -> list[Case]:
+    """What the table chooses on each arch, for all problems that were measured there or for those named.
+
+    Args:
+        kernel: the kernel.
+        archs: the archs.
+        problems: the problems; none for all that were measured.
+        settings: where entries are read.
+        losses: whether it matters what other schedules lose.
+
+    Raises:
+        ConfigError: no problem is named, and none was measured.
+    """
+    found: list[Case] = []
+    for arch in archs:
+        entries, table = load_entries(settings, {arch}, kernel), load_table(settings, kernel=kernel, archs={arch})
+        tuned = {each.problem for each in entries if each.arch == arch and each.provenance in MEASURED_PROVENANCES}
+        served = {problem: table.resolve(problem, arch) for problem in problems or sorted(tuned)}
+        if not served:
+            raise ConfigError(f"nothing was measured of {kernel.name} on {arch}; tune it, or name problems with -p")
+        near = {problem: table.nearby(problem, arch) if losses else None for problem in served}
+        known = {problem: _timed_in(each, problem) for problem, each in near.items()}
+        there = database_exists(settings.db)
+        with TuningDB.open(settings.db, read_only=True) if there else TuningDB.open(":memory:") as db:
+            both = WithShipped(db, kernel, arch, entries, set(served)) if losses else None
+            for problem, rows in both.measurements_by_problem(arch, kernel) if both else ():
+                known[problem] |= _timed_beside(served[problem], problem, rows)
+        good = [
+            {each.schedule, *(one for one, loss in known[of].items() if loss < NEAR_BEST)}
+            for of, each in served.items()
+        ]
+        counts = Counter(one for some in good for one in sorted(some, key=lambda each: each.id))
+        most, space = [one for one, _ in counts.most_common(MOST_CANDIDATES)], space_for(arch, kernel)
+        for problem, each in served.items():
+            judge, able = near[problem], [one for one in most if not space.unworkable(one, problem)]
+            base = judge.mean_loss(each.schedule) if judge and not each.is_own else 0.0
+            estimated = {one: judge.mean_loss(one) - base for one in able} if judge else {}
+            measured = known[problem] if each.is_own else {}
+            found.append(Case(problem=problem, arch=arch, served=each, measured=measured, estimated=estimated))
+    return found
+
+
+def _timed_in(near: Any, problem: Problem) -> dict[Schedule, float]:
+    """What a problem's own entries say: its winner, ties and runner-up."""
+    own = [losses for entry, losses in (near.namers if near else ()) if entry.problem == problem]
+    return dict(own[0]) if own else {}
+
+
+def _timed_beside(served: Served, problem: Problem, rows: Sequence[Any]) -> dict[Schedule, float]:
+    """What schedules lose that were timed as the choice was: on the same GPU, by its compiler and regime."""
+    entry, times = served.entry, dict[Schedule, float]()
+    if entry is None or entry.problem != problem:
+        return {}
+    for row in reversed(timed_alike(rows)):
+        taken = row.measurement
+        where = taken.device.name, taken.regime, row.toolchain.tileiras
+        if where == (entry.device_name, entry.regime, entry.compiler):
+            times[taken.schedule] = taken.median_us
+    best = times.get(served.schedule)
+    return {each: math.log(us / best) for each, us in times.items()} if best else {}
+
+
+class Baking:
+    """What is baked of a kernel.
+
+    Args:
+        kernel: the kernel.
+        cases: the problems, with what schedules lose there.
+        command: the words that bake it again.
+        max_leaves: None for the table's choice in every case.
+    """
+
+    def __init__(self, kernel: KernelClass, cases: Sequence[Case], command: str, max_leaves: int | None = None) -> None:
+        self.kernel, self.cases, self._command, self._exact = kernel, cases, command, max_leaves is None
+        self.archs = sorted({each.arch for each in cases})
+        self.names = [each.names(with_arch=len(self.archs) > 1) for each in cases]
+        """By an expression, what is known of each problem before a launch."""
+        self.facts = names_in(*self.names[0])
+        """The variables of these expressions."""
+        served = {each.served.schedule for each in cases}
+        others = {one for each in cases for one in (*each.measured, *each.estimated) if not self._exact}
+        self.schedules = sorted(served | others, key=lambda each: each.id)
+        lost = [[each.loss(one) for one in self.schedules] for each in cases]
+        wrong = [[float(one != each.served.schedule) for one in self.schedules] for each in cases]
+        self.tree: Tree = grow(self.names, numpy.array(wrong if self._exact else lost), max_leaves)
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kernel.name.rpartition(":")[2])
+        self.name = re.sub(r"\W", "_", words).lower().strip("_")
+        """What the names of the source begin with."""
+
+    def losses(self, leaf: Tree) -> list[float]:
+        """By how much longer each problem of a leaf takes than with the table's choice, as a share."""
+        return [math.expm1(self.cases[row].loss(self.schedules[leaf.best])) for row in leaf.rows]
+
+    @property
+    def said(self) -> str:
+        """How large it is and what it costs, in words."""
+        leaves, counts = self.tree.leaves(), len(self.cases)
+        different = plural(len({each.best for each in leaves}), "schedule")
+        size = f"{plural(len(leaves), 'leaf', 'leaves')}, {different}, {plural(counts, 'problem')}"
+        if self._exact:
+            return f"{size}: for each of them what the table chooses"
+        lost = [each for leaf in leaves for each in self.losses(leaf)]
+        timed = sum(self.schedules[leaf.best] in self.cases[row].measured for leaf in leaves for row in leaf.rows)
+        return (
+            f"{size}. Than with the table's choices, a problem takes {mean_of(lost):.1%} longer in the geometric mean, at worst "
+            f"{max(lost):.1%}; {timed / counts:.0%} of these ratios are measured, the others estimated"
+        )
+
+    @functools.cached_property
+    def _needs(self) -> dict[str, set[int]]:
+        """What schedules need of a problem: a condition, and the numbers of the schedules that need it."""
+        found: dict[str, set[int]] = {}
+        for leaf, arch in itertools.product(self.tree.leaves(), self.archs):
+            space = space_for(arch, self.kernel)
+            known = {**space.limits, **self.schedules[leaf.best]}
+            for each in space.needed:
+                left = left_open(ast.parse(each.require, mode="eval").body, known)
+                if left is not True:
+                    found.setdefault(str(left), set()).add(leaf.best)
+        return found
+
+    @property
+    def checked(self) -> dict[str, set[int]]:
+        """Those of the conditions that a launch can check."""
+        return {text: of for text, of in self._needs.items() if names_in(text) <= self.facts}
+
+    @property
+    def asked(self) -> set[str]:
+        """The facts of a problem on which the choice depends."""
+        return names_in(*(each.question for each in self.tree.nodes()), *self.checked)
+
+    def source(self, kernel: str = "") -> str:
+        """The source by itself; see :func:`tiledsched.bake.text.source`."""
+        entries = [each.served.entry for each in self.cases if each.served.entry and each.served.entry.measurement]
+        days = sorted(f"{each.measurement.created_at:%Y-%m-%d}" for each in entries if each.measurement)
+        where = {f"{each.device_name} ({each.arch}), tileiras {each.compiler}, {each.regime}" for each in entries}
+        when = " to ".join(sorted({*days[:1], *days[-1:]}))
+        same = [
+            f"{name}={value}"
+            for name, value in self.names[0].items()
+            if all(each[name] == value for each in self.names)
+        ]
+        unchecked = len(self._needs) - len(self.checked)
+        comment = [
+            self._command,
+            f"Measured on {joined(sorted(where))}, {when}." if days else "Nothing was measured.",
+            f"{self.said}.",
+            f"All of these problems have {joined(same)}." if same else "",
+            f"For other problems {plural(unchecked, 'condition')} of the kernel cannot be checked here."
+            if unchecked
+            else "",
+            "Do not edit this: run the command again. With --check it says whether this is what the table says today.",
+        ]
+        return source(self.name, self.tree, self.schedules, self.checked, self.facts, comment, kernel)
+
+
+def mean_of(shares: Sequence[float]) -> float:
+    """The geometric mean of ratios, all given and returned as what they are above 1."""
+    return math.expm1(sum(map(math.log1p, shares)) / len(shares))
