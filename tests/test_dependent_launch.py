@@ -42,20 +42,23 @@ def operations(schedule) -> list[list[str]]:
     return found
 
 
-def test_each_launch_but_the_first_waits_before_all_else_and_each_but_the_last_releases() -> None:
+def test_each_launch_but_the_first_waits_before_all_else_and_with_2_each_but_the_last_releases() -> None:
     wait, release = "GridDependencyControlWait", "GridDependencyControlLaunchDependents"
-    plain, chained = operations(SCHEDULE), operations(SCHEDULE.replace(pdl=True))
+    plain = operations(SCHEDULE)
     assert all(plain)
-    assert chained == [[release, *plain[0]], [wait, release, *plain[1]], [wait, *plain[2]]]
+    assert operations(SCHEDULE.replace(pdl=0)) == plain
+    assert operations(SCHEDULE.replace(pdl=1)) == [plain[0], [wait, *plain[1]], [wait, *plain[2]]]
+    assert operations(SCHEDULE.replace(pdl=2)) == [[release, *plain[0]], [wait, release, *plain[1]], [wait, *plain[2]]]
 
 
 def test_a_single_launch_is_what_it_was() -> None:
     schedule = SCHEDULE.replace(PAD=False)
-    assert operations(schedule.replace(pdl=True)) == operations(schedule)
+    assert operations(schedule.replace(pdl=2)) == operations(schedule)
 
 
 def test_launches_behind_the_first_are_queued_as_dependent_ones() -> None:
-    for schedule, wanted in ((SCHEDULE, [False] * 3), (SCHEDULE.replace(pdl=True), [False, True, True])):
+    for value, wanted in ((0, [False] * 3), (1, [False, True, True]), (2, [False, True, True])):
+        schedule = SCHEDULE.replace(pdl=value)
         measured = launch_of(Matmul, PROBLEM, schedule, DEVICE, "f")
         assert [each.dependent for each in measured.steps] == wanted
         assert [bool(launch) for launch in served(schedule)] == wanted

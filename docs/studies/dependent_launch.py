@@ -2,11 +2,11 @@
 
     python -m docs.studies.dependent_launch --csv chains.csv
 
-Needs an H100 or later. Each chain is timed on one schedule, with the knob and without, in turn: in CUDA graphs of 20 calls back
-to back, and in single calls behind an emptied L2 cache. Then it is replayed with the knob, in graphs and in eager calls that were
-queued ahead of the GPU. Calls alternate between two sets of inputs and share workspaces, so that a launch that reads what the
-call before has left there is noticed; each output is compared on the GPU with that of the chain without the knob. To show that
-mistakes are noticed, some chains are also replayed with launches that do not wait.
+Needs an H100 or later. Each chain is timed on one schedule with every value of the knob in turn: in CUDA graphs of 20 calls back
+to back, and in single calls behind an emptied L2 cache. Then it is replayed with the value that makes it fastest, in graphs and
+in eager calls that were queued ahead of the GPU. Calls alternate between two sets of inputs and share workspaces, so that a
+launch that reads what the call before has left there is noticed; each output is compared on the GPU with that of the chain without
+the knob. To show that mistakes are noticed, some chains are also replayed with launches that do not wait.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import math
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -69,14 +68,15 @@ BURST = 8
 """Calls in a row whose outputs are then compared."""
 ROUNDS = 40
 """Samples of each variant."""
-AHEAD_US = 200.0
+AHEAD_US = 120.0
 """How long the GPU is kept busy while a burst of eager calls is queued."""
 CYCLES_PER_US = 1980
 MISTAKES = 2000
 """Calls of a chain whose launches do not wait."""
-WITHOUT, EARLY, LATE = "without", "pdl", "pdl, not released early"
-VARIANTS = {WITHOUT: None, EARLY: (True, True), LATE: (True, False)}
-"""Name -> whether launches wait, and whether they let the next one start at their own beginning; None without the knob."""
+VALUES = (0, 1, 2)
+"""Of the knob."""
+LEAST_GAIN = 1.01
+"""A value that makes a chain this many times as fast has its outputs compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,36 +89,41 @@ class Row:
     """In short."""
     launches: int
     """How many it has."""
-    graph_us: float
-    """Median of a call without the knob in a graph."""
-    graph_gain: float
-    """Its time over that with the knob."""
-    graph_gain_late: float
-    """The same where launches do not let the next one start early; NaN where that was not timed."""
-    eager_us: float
-    """Median of a single call behind an emptied cache without the knob."""
-    eager_gain: float
-    """Its time over that with the knob."""
-    eager_gain_late: float
-    """The same where launches do not let the next one start early; NaN where that was not timed."""
-    graph_replays: int
+    graph_us: tuple[float, ...]
+    """Median of a call in a graph, for each value of the knob."""
+    eager_us: tuple[float, ...]
+    """Median of a single call behind an emptied cache, likewise."""
+    pdl: int = 0
+    """The value whose outputs were compared; 0 for none."""
+    graph_replays: int = 0
     """Calls compared in graphs."""
-    graph_wrong: int
+    graph_wrong: int = 0
     """Bursts of them with other bits."""
-    eager_replays: int
+    eager_replays: int = 0
     """Eager calls compared."""
-    eager_wrong: int
+    eager_wrong: int = 0
     """Bursts of them with other bits."""
-    mistakes_noticed: int
-    """Bursts with other bits where launches do not wait, of `MISTAKES` calls."""
+    mistakes_noticed: int | None = None
+    """Bursts with other bits where launches do not wait, of `MISTAKES` calls; None where that was not tried."""
+
+    def gain(self, captured: bool, value: int) -> float:
+        """How many times as fast a value of the knob makes the chain."""
+        times_us = self.graph_us if captured else self.eager_us
+        return times_us[0] / times_us[value]
+
+    def fastest(self) -> int:
+        """The value that makes it fastest, in graphs or in single calls; 0 where none makes it faster."""
+        gains = {value: max(self.gain(True, value), self.gain(False, value)) for value in VALUES[1:]}
+        best = max(gains, key=gains.__getitem__)
+        return best if gains[best] > LEAST_GAIN else 0
 
 
 @contextmanager
-def variant(waits: bool, releases: bool) -> Iterator[None]:
-    """Within the block, chains are made whose launches wait, and release the next one early, or do not."""
+def not_waiting() -> Iterator[None]:
+    """Within the block, chains are made whose launches do not wait for one another."""
 
-    def made(function: Any, first: bool, last: bool) -> Any:
-        return chains.in_chain(function, first and waits, last and releases)
+    def made(function: Any, waits: bool, releases: bool) -> Any:
+        return chains.in_chain(function, False, releases)
 
     with patch.object(launches, "in_chain", made):
         yield
@@ -151,8 +156,6 @@ class Chain:
 
     def plan(self, schedule: Schedule) -> Any:
         """A plan of this problem on a schedule."""
-        from dataclasses import replace
-
         from tiledsched.serve.plan import Decision, make_plan
         from tiledsched.serve.schema import Output
 
@@ -170,17 +173,9 @@ class Chain:
         decision = Decision(name=kernel.name, problem=p, device=self.inputs[0][0].get_device(), served=served)
         return make_plan(decision, dict(zip(names, self.inputs[0], strict=True)), outputs, kernel.scalar_values(p))
 
-    def plans(self, names: Iterable[str]) -> dict[str, Any]:
-        """The plans of some variants."""
-        from tiledsched.serve import process
-
-        found = {}
-        for name in names:
-            process.forget_kernels()  # which are shared by plans of one schedule
-            how = VARIANTS[name]
-            with variant(*how or (True, True)):
-                found[name] = self.plan(self.schedule.replace(pdl=how is not None))
-        return found
+    def plans(self) -> list[Any]:
+        """A plan for each value of the knob."""
+        return [self.plan(self.schedule.replace(pdl=value)) for value in VALUES]
 
     def call(self, plan: Any, place: int, first: bool = False) -> tuple[Any, ...]:
         """The outputs of a call on one of the two sets of inputs."""
@@ -190,29 +185,28 @@ class Chain:
         return made if isinstance(made, tuple) else (made,)
 
 
-def build(chains_with_plans: Sequence[tuple[Chain, Mapping[str, Any]]]) -> None:
-    """Compile, in several processes, what the chains need, but what :func:`variant` changes."""
-    from tiledsched.serve import process
-    from tiledsched.serve.prebuilt import not_waiting
+def build(made: Sequence[tuple[Chain, Sequence[Any]]]) -> None:
+    """Compile, in several processes, what some chains need."""
+    from tiledsched.serve import prebuilt, process
 
     for _ in range(3):  # a launch behind one that is missing is asked for by itself
-        for chain, plans in chains_with_plans:
-            for name in (WITHOUT, EARLY):
-                with suppress(LaunchError), not_waiting():
-                    chain.call(plans[name], 0, first=True)
+        for chain, plans in made:
+            for plan in plans:
+                with suppress(LaunchError), prebuilt.not_waiting():
+                    chain.call(plan, 0, first=True)
         for each in list(process.runtime.builder.builds.values()):
             each.wait()
 
 
-def times(chain: Chain, plans: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians in microseconds of each variant, in graphs and in single calls."""
+def times(chain: Chain, plans: Sequence[Any]) -> list[tuple[float, ...]]:
+    """Medians in microseconds of each plan, in graphs and in single calls."""
     import torch
 
     from tiledsched.measure.nvml import current_device
     from tiledsched.measure.torch_timing import TorchStopwatch
 
     flush = torch.empty(max(2 * current_device().l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
-    calls = [lambda plan=plan: chain.call(plan, 0) for plan in plans.values()]
+    calls = [lambda plan=plan: chain.call(plan, 0) for plan in plans]
     found = []
     for captured in (IN_ROW, 0):
         watch = TorchStopwatch(torch, calls, flush, host_us=AHEAD_US)
@@ -223,8 +217,8 @@ def times(chain: Chain, plans: Mapping[str, Any]) -> tuple[dict[str, float], dic
         for _ in range(ROUNDS):
             for index in order.sample(range(len(calls)), len(calls)):
                 samples[index].append(watch.read(watch.queue(index, paced=True)))
-        found.append(dict(zip(plans, map(statistics.median, samples), strict=True)))
-    return found[0], found[1]
+        found.append(tuple(map(statistics.median, samples)))
+    return found
 
 
 def replayed(
@@ -277,66 +271,99 @@ def bits(torch: Any, array: Any) -> Any:
     return array.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.element_size()])
 
 
-def study(chain: Chain, plans: Mapping[str, Any], replays: int, most_s: float) -> Row:
-    """Time a chain and compare its outputs."""
+def timed(chain: Chain, plans: Sequence[Any]) -> Row:
+    """The times of a chain."""
+    for plan in plans:
+        chain.call(plan, 0, first=True)
+    graph_us, eager_us = times(chain, plans)
+    return Row(
+        chain=f"{chain.problem.declaration.name} {chain.problem}",
+        schedule=chain.schedule.short(),
+        launches=len(plans[0].steps),
+        graph_us=graph_us,
+        eager_us=eager_us,
+    )
+
+
+def compared(row: Row, chain: Chain, plans: Sequence[Any], value: int, replays: int, most_s: float, probe: bool) -> Row:
+    """The row of a chain, with what a comparison of its outputs with one value of the knob came to.
+
+    Args:
+        row: its times.
+        chain, plans: what is launched.
+        value: of the knob.
+        replays: calls of each mode.
+        most_s: seconds for each mode.
+        probe: whether launches that do not wait are tried, too.
+    """
     import torch
 
     from tiledsched.serve import process
 
-    for plan in plans.values():
-        chain.call(plan, 0, first=True)
-    right = [[each.clone() for each in chain.call(plans[WITHOUT], place)] for place in (0, 1)]
-    torch.cuda.synchronize()
-    graph_us, eager_us = times(chain, plans)
-    counts = [
-        replayed(torch, lambda place: chain.call(plans[EARLY], place), right, replays, graph, most_s)
-        for graph in (True, False)
-    ]
-    noticed = 0
-    if LATE in plans:
+    right = [[each.clone() for each in chain.call(plans[0], place)] for place in (0, 1)]
+    found: dict[str, Any] = {"pdl": value}
+    for mode in ("graph", "eager"):
+        found[f"{mode}_replays"], found[f"{mode}_wrong"] = replayed(
+            torch, lambda place: chain.call(plans[value], place), right, replays, mode == "graph", most_s
+        )
+    if probe:
+        process.forget_kernels()  # which are shared by plans of one schedule
+        with not_waiting():
+            wrong = chain.plan(chain.schedule.replace(pdl=2))
         process.forget_kernels()
-        with variant(waits=False, releases=True):
-            wrong = chain.plan(chain.schedule.replace(pdl=True))
         chain.call(wrong, 0, first=True)
-        _, noticed = replayed(torch, lambda place: chain.call(wrong, place), right, MISTAKES, True, most_s)
-    return Row(
-        chain=f"{chain.problem.declaration.name} {chain.problem}",
-        schedule=chain.schedule.short(),
-        launches=len(plans[EARLY].steps),
-        graph_us=graph_us[WITHOUT],
-        graph_gain=graph_us[WITHOUT] / graph_us[EARLY],
-        graph_gain_late=graph_us[WITHOUT] / graph_us.get(LATE, math.nan),
-        eager_us=eager_us[WITHOUT],
-        eager_gain=eager_us[WITHOUT] / eager_us[EARLY],
-        eager_gain_late=eager_us[WITHOUT] / eager_us.get(LATE, math.nan),
-        graph_replays=counts[0][0],
-        graph_wrong=counts[0][1],
-        eager_replays=counts[1][0],
-        eager_wrong=counts[1][1],
-        mistakes_noticed=noticed,
-    )
+        _, found["mistakes_noticed"] = replayed(
+            torch, lambda place: chain.call(wrong, place), right, MISTAKES, True, most_s
+        )
+    return replace(row, **found)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for people."""
-    head = ("chain", "launches", "graph us", "gain", "late", "eager us", "gain", "late", "compared", "wrong", "planted")
-    cells = [
-        (
-            row.chain,
-            str(row.launches),
-            f"{row.graph_us:.2f}",
-            f"{row.graph_gain:.3f}",
-            f"{row.graph_gain_late:.3f}",
-            f"{row.eager_us:.2f}",
-            f"{row.eager_gain:.3f}",
-            f"{row.eager_gain_late:.3f}",
-            f"{row.graph_replays}+{row.eager_replays}",
-            str(row.graph_wrong + row.eager_wrong),
-            str(row.mistakes_noticed),
+    """The rows for people: times in microseconds, and how many times as fast the values 1 and 2 of the knob are."""
+    head = (
+        "chain",
+        "n",
+        "graph us",
+        "pdl=1",
+        "pdl=2",
+        "alone us",
+        "pdl=1",
+        "pdl=2",
+        "pdl",
+        "compared",
+        "wrong",
+        "planted",
+    )
+    cells = []
+    for row in rows:
+        gains = [(f"{row.gain(captured, 1):.3f}", f"{row.gain(captured, 2):.3f}") for captured in (True, False)]
+        calls = f"{row.graph_replays}+{row.eager_replays}"
+        wrong, planted = str(row.graph_wrong + row.eager_wrong), str(row.mistakes_noticed or "-")
+        times_us = f"{row.graph_us[0]:.2f}", f"{row.eager_us[0]:.2f}"
+        cells.append(
+            (
+                row.chain,
+                str(row.launches),
+                times_us[0],
+                *gains[0],
+                times_us[1],
+                *gains[1],
+                str(row.pdl),
+                calls,
+                wrong,
+                planted,
+            )
         )
-        for row in rows
-    ]
     return to_markdown([Table(head=head, rows=cells)])
+
+
+def write(path: str, rows: Sequence[Row]) -> None:
+    """Write the rows as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(asdict, rows))
+    write_whole(path, text.getvalue())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -344,7 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_with(
         flag("--replays", type=positive, default=100_000, help="calls of each chain that are compared in each mode"),
         flag("--most-seconds", type=positive, default=600, help="seconds for one mode of one chain"),
-        flag("--probed", type=integers, default=[1, 7, 10], help="numbers of chains that are also run in other ways"),
+        flag("--chains", type=integers, help="numbers of chains, from 1; all unless given"),
+        flag("--probed", type=integers, default=[2, 10], help="numbers of chains that are also run without waiting"),
         flag("--csv", help="where the rows are written"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -357,23 +385,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from tiledsched.serve.background import BackgroundBuilder
 
     process.runtime.builder = BackgroundBuilder(processes=os.cpu_count() or 1)
-    found: list[Row] = []
     with configure(compile="wait", rivals="off"):
-        ready = []
-        for number, each in enumerate(CHAINS, 1):
-            chain = Chain(cupy, *each)
-            ready.append((chain, chain.plans(VARIANTS if number in options.probed else (WITHOUT, EARLY))))
-        build(ready)
-        for chain, plans in ready:
-            found.append(study(chain, plans, options.replays, options.most_seconds))
-            print(f"{len(found)} of {len(ready)}: {found[-1]}", flush=True)
+        numbers = options.chains or range(1, len(CHAINS) + 1)
+        made = [(chain, chain.plans()) for chain in (Chain(cupy, *CHAINS[number - 1]) for number in numbers)]
+        build(made)
+        rows = [timed(*each) for each in made]
+        print(table(rows), flush=True)
+        for place, (row, (chain, plans)) in enumerate(zip(rows, made, strict=True)):
             if options.csv:
-                text = io.StringIO()
-                writer = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(map(asdict, found))
-                write_whole(options.csv, text.getvalue())
-    print(table(found))
+                write(options.csv, rows)
+            value, probe = row.fastest(), numbers[place] in options.probed
+            if value:
+                rows[place] = compared(row, chain, plans, value, options.replays, options.most_seconds, probe)
+            print(rows[place], flush=True)
+    if options.csv:
+        write(options.csv, rows)
+    print(table(rows))
 
 
 if __name__ == "__main__":

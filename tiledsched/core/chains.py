@@ -1,10 +1,10 @@
 """Tile code of launches that follow one another closely: programmatic dependent launch, PDL for short.
 
-Where a schedule has `pdl`, each launch behind its first one is queued with CUDA's attribute for programmatic stream
-serialization: its blocks may take their places while the launch ahead of it still runs. So each begins by waiting until that
-launch has ended and its writes are visible, before it touches memory, and each but the last says at its beginning that the next
-may start. Every launch waits, and the first of a call is an ordinary one: whatever ends a chain, or follows it, finds all of it
-complete, and workspaces may be used again by the next call.
+Where the knob `pdl` is 1 or 2, each launch behind the first one of a call is queued with CUDA's attribute for programmatic stream
+serialization: its blocks may take their places before the launch ahead of it is complete. With 1 they may once all blocks of that
+launch have ended, with 2 once all have begun. Each launch that may do so begins by waiting until the one ahead of it is complete
+and its writes are visible, before it touches memory. The first launch of a call is an ordinary one. So whatever ends a chain or
+follows it finds all of it complete, and workspaces may be used again by the next call.
 """
 
 from __future__ import annotations

@@ -443,9 +443,10 @@ def tile_kernels(kernel: KernelClass, schedules: Mapping[str, Schedule], p: Prob
             raise ProblemError(f"these schedules run different kernels ({', '.join(names)}); make one kernel of each")
     s, found = next(iter(schedules.values())), []
     for place, step in enumerate(first):
-        function = annotated(kernel, step, p, s)
-        if s.get("pdl") and len(first) > 1:
-            function = in_chain(function, place > 0, place + 1 < len(first))
+        function, overlap = annotated(kernel, step, p, s), s.get("pdl", 0)
+        waits, releases = overlap and place > 0, overlap == 2 and place + 1 < len(first)
+        if waits or releases:
+            function = in_chain(function, bool(waits), releases)
         found.append(ct.kernel(function, **_hints(step, schedules)))
     return found
 

@@ -19,9 +19,9 @@ COMPILER_HINTS: Mapping[str, Sequence[int]] = {
 """Knobs that reach cuTile as kernel hints, and the values that the compiler (13.4) accepts. 0 leaves the choice to the compiler,
 except for `opt_level`, where 0 is a level.
 """
-HINT_KNOBS: Mapping[str, Sequence[int]] = {**COMPILER_HINTS, "pdl": (False, True)}
-"""Those, and whether the launches of a schedule overlap (:mod:`tiledsched.core.chains`). Every other knob is a compile-time
-constant of the kernel.
+HINT_KNOBS: Mapping[str, Sequence[int]] = {**COMPILER_HINTS, "pdl": (0, 1, 2)}
+"""Those, and how the launches of a schedule overlap (:mod:`tiledsched.core.chains`). Every other knob is a compile-time constant
+of the kernel.
 """
 
 PLAIN: dict[str, KnobValue] = {"num_ctas": 1, "opt_level": 3}
