@@ -5,8 +5,8 @@
 Needs an H100 or later. Each chain is timed on one schedule with every value of the knob in turn: in CUDA graphs of 20 calls back
 to back, and in single calls behind an emptied L2 cache. Then it is replayed with the value that makes it fastest, in graphs and
 in eager calls that were queued ahead of the GPU. Calls alternate between two sets of inputs and share workspaces, so that a
-launch that reads what the call before has left there is noticed; each output is compared on the GPU with that of the chain without
-the knob. To show that mistakes are noticed, some chains are also replayed with launches that do not wait.
+launch that reads what the call before has left there is noticed; each output is compared on the GPU with that of the chain
+without the knob. To show that mistakes are noticed, some chains are also replayed with launches that do not wait.
 """
 
 from __future__ import annotations
