@@ -338,7 +338,10 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         gains = [(f"{row.gain(captured, 1):.3f}", f"{row.gain(captured, 2):.3f}") for captured in (True, False)]
         calls = f"{row.graph_replays}+{row.eager_replays}"
-        wrong, planted = str(row.graph_wrong + row.eager_wrong), str(row.mistakes_noticed or "-")
+        wrong, planted = (
+            str(row.graph_wrong + row.eager_wrong),
+            "-" if row.mistakes_noticed is None else str(row.mistakes_noticed),
+        )
         times_us = f"{row.graph_us[0]:.2f}", f"{row.eager_us[0]:.2f}"
         cells.append(
             (
