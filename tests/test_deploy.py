@@ -25,6 +25,7 @@ from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError, FailureKind, LaunchError, MeasureError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
+from tiledsched.fleet.running import plan
 from tiledsched.measure.gpu import GpuRunner
 from tiledsched.measure.runner import GIB, Device
 from tiledsched.serve import process
@@ -157,6 +158,8 @@ def test_deploying_in_graphs_is_a_regime():
     assert [each.regime for each in found] == ["graph", "graph-cold"]
     assert [TuneOptions.from_mapping(each.to_json(), "tune") for each in found] == found
     assert TuneOptions().regime is None
+    planned = plan("tune", kernels.RmsNorm, [{"rows": 8, "columns": 100}], ["sm_90"], options={"deploy": "graph"})
+    assert planned.options["regime"] == "graph"
 
 
 @pytest.mark.parametrize(("deploy", "gib", "words"), [("graph", None, "deploy graph"), ("eager", 1.0, "beside")])

@@ -43,56 +43,43 @@ def drawn(rng, noise, slower=(), runs=3):
     return {name: tuple(us * np.exp(rng.normal(0, noise, runs)) for us in (100, after)) for name, after in mean.items()}
 
 
-@pytest.mark.parametrize("code", ["a", "b"])
-def test_noise_gives_no_alarm_and_slow_downs_of_3_percent_do(code) -> None:
+@pytest.mark.parametrize(
+    ("noise", "code", "alarms", "caught"), [(0.003, "a", 0, 95), (0.003, "b", 0, 95), (0.02, "b", 2, 0)]
+)
+def test_noise_gives_no_alarm_and_slow_downs_of_3_percent_do_or_are_called_unclear(noise, code, alarms, caught) -> None:
     rng = np.random.default_rng(0)
-    assert not any(gate(drawn(rng, 0.003), code)[0].regressed for _ in range(100))
-    found = [gate(drawn(rng, 0.003, [place % 20]), code)[1][f"p{place % 20}"] for place in range(100)]
-    assert found.count("slower") >= 95
-    noise = np.mean([gate(drawn(rng, 0.003), code)[0].noise for _ in range(10)])
-    assert noise == pytest.approx(0.003, rel=0.1)
-
-
-def test_a_machine_too_noisy_for_the_limit_is_tied_and_says_what_it_would_notice() -> None:
-    rng = np.random.default_rng(1)
-    found = [gate(drawn(rng, 0.02))[0] for _ in range(100)]
-    assert sum(each.regressed for each in found) <= 2
-    assert {row.verdict for row in found[0].rows} == {"tied"}
-    assert all(row.noticed > 0.03 for row in found[0].rows)
+    found = [gate(drawn(rng, noise), code)[0] for _ in range(100)]
+    assert sum(each.regressed for each in found) <= alarms
+    assert np.mean([each.noise for each in found]) == pytest.approx(noise, rel=0.1)
+    assert all((row.noticed > 0.03) == (row.verdict == "tied") for each in found for row in each.rows)
+    planted = [gate(drawn(rng, noise, [place % 20]), code)[1][f"p{place % 20}"] for place in range(100)]
+    assert planted.count("slower") >= caught
 
 
 QUIET = {f"p{place}": ((100.0, 100.1, 99.9), (100.1, 100.0, 99.9)) for place in range(19)}
+LEVEL, SLOWER = (100, 100.1, 99.9), (104, 104.1, 103.9)
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "code", "verdict"),
+    ("others", "a", "b", "code", "half", "verdict"),
     [
-        ((100, 100.1, 99.9), (102, 102.1, 101.9), "b", "same"),  # slower beyond doubt, and by less than the limit
-        ((100, 100.1, 99.9), (104, 104.1, 103.9), "b", "slower"),
-        ((100, 100.1, 99.9), (104, 104.1, 103.9), "a", "slower"),  # by its launch, say: the machine code is the same
-        ((104, 104.1, 103.9), (100, 100.1, 99.9), "b", "faster"),
-        ((100, 100.1, 99.9), (100, 112, 100), "b", "tied"),  # one run was disturbed
+        (QUIET, LEVEL, (102, 102.1, 101.9), "b", 5e-4, "same"),  # slower beyond doubt, and by less than the limit
+        (QUIET, LEVEL, SLOWER, "b", 5e-4, "slower"),
+        (QUIET, LEVEL, SLOWER, "a", 5e-4, "slower"),  # by its launch, say: the machine code is the same
+        (QUIET, SLOWER, LEVEL, "b", 5e-4, "faster"),
+        (QUIET, LEVEL, (100, 112, 100), "b", 5e-4, "tied"),  # one run was disturbed
+        (QUIET, LEVEL, SLOWER, "b", 0.1, "tied"),  # so much do the samples of a run spread
+        ({"p0": QUIET["p0"]}, LEVEL, SLOWER, "a", 5e-4, "slower"),
+        ({}, LEVEL, SLOWER, "a", 5e-4, "slower"),
+        ({}, (100, 101), (103.5, 104.5), "b", 5e-4, "tied"),  # one problem alone tells little
     ],
 )
-def test_the_verdict_of_one_problem_among_quiet_ones(a, b, code, verdict) -> None:
-    found, verdicts = gate(QUIET | {"p": (a, b)}, code)
-    assert verdicts == dict.fromkeys(QUIET, "same") | {"p": verdict}
-    assert found.noise < 0.002
-
-
-def test_the_own_difference_of_one_machine_code_is_no_noise() -> None:
-    for others in ({}, {"p0": QUIET["p0"]}):
-        _, verdicts = gate(others | {"p": ((100, 100.1, 99.9), (104, 104.1, 103.9))}, "a")
-        assert verdicts["p"] == "slower"
-
-
-def test_one_problem_alone_has_no_more_evidence_than_its_runs() -> None:
-    assert gate({"p": ((100, 101), (103.5, 104.5))})[1] == {"p": "tied"}
-
-
-def test_what_the_samples_of_a_run_say_of_its_spread_counts_too() -> None:
-    _, verdicts = gate(QUIET | {"p": ((100, 100.1, 99.9), (104, 104.1, 103.9))}, half=0.1)
-    assert verdicts["p"] == "tied"
+def test_the_verdict_of_one_problem_beside_others(others, a, b, code, half, verdict) -> None:
+    found, verdicts = gate(others | {"p": (a, b)}, code, half=half)
+    assert verdicts["p"] == verdict
+    if len(others) > 1:
+        assert {verdicts[name] for name in others} == {"same" if half < 0.01 else "tied"}
+        assert found.noise < 0.002
 
 
 def test_what_cannot_be_judged_is_refused() -> None:
@@ -139,10 +126,11 @@ def test_two_databases_are_judged_on_the_command_line(tmp_path, monkeypatch, cap
     check_golden("compare_gate.md", (tmp_path / "gate.md").read_text())
     assert main(["compare", "base.db", "head.db", "--gate", "9", "--json"]) == 1  # the third is missing
     found = json.loads(capsys.readouterr().out)
-    assert {row["verdict"]: row["b_runs"] for row in found["rows"]} == {"same": 3}
+    assert {(row["verdict"], row["b_runs"]) for row in found["rows"]} == {("same", 3)}
     assert (found["threshold"], found["regressed"], len(found["only_a"])) == (0.09, True, 1)
-    put_runs("head.db", {third: (70, 70.1, 70)}, plain(64, 64))
+    put_runs("head.db", {third: (70, 77, 70)}, plain(64, 64))
     assert main(["compare", "base.db", "head.db", "--gate", "9"]) == 0
+    assert "B=3,H=32 --effort served --db head.db" in capsys.readouterr().out  # a tie
     assert main(["compare", "base.db", "base.db", "--gate", "3"]) == 2
     assert "no two runs" in capsys.readouterr().err
     assert main(["compare", "base.db", "head.db", "--markdown", "gate.md"]) == 2
@@ -155,8 +143,7 @@ def test_an_effort_of_served_measures_what_is_served_anew_and_nothing_else(tmp_p
     with TuningDB.open(tmp_path / "x.db") as db:
         results = [tune(recorded, db, effort="served", served=slow) for _ in range(2)]
         assert {result.entry.schedule for result in results} == {slow}
-        assert [each.measurement.schedule for each in db.measurements()] == [slow, slow]
-        assert len({each.run_id for each in db.measurements()}) == 2
+        assert [(each.run_id, each.measurement.schedule) for each in db.measurements()] == [(2, slow), (1, slow)]
         with pytest.raises(ConfigError, match=r"no GPU.*leave out --effort served"):
             tune(recorded, db, effort="served", measure=False)
 
@@ -164,6 +151,4 @@ def test_an_effort_of_served_measures_what_is_served_anew_and_nothing_else(tmp_p
 def test_the_workflow_in_the_documentation_runs_commands_that_there_are() -> None:
     (code,) = blocks(ROOT / "docs" / "gate.md", "yaml")
     lines = [line.strip().replace("$side", "base") for line in code.splitlines() if "  tiledsched " in line]
-    assert len(lines) == 2
-    for line in lines:
-        parse(line.split()[1:])
+    assert [parse(line.split()[1:]) for line in lines] == [None, None]

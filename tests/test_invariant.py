@@ -29,8 +29,10 @@ from tiledsched.kernels.matmul import Matmul
 from tiledsched.measure.arrays import first_rows
 from tiledsched.measure.runner import Batch, Checked, Conditions, RowRunner
 from tiledsched.ops.front import operator
+from tiledsched.report import build_report
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_table
+from tiledsched.serve.execute import launch_first
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
@@ -130,6 +132,8 @@ def test_one_group_is_stored_and_serves_every_size(tune, tmp_path) -> None:
     assert f"batch-invariant group {group}: equal bits at" in said
     assert "slower over m = 1..2048" in said
     assert "unverified" not in said
+    with TuningDB.open(tmp_path / "tuning.db") as db:
+        assert [entry.group for entry in build_report(db, "sm_90", Matmul).invariant] == [group] * len(SIZES)
     free = table(tmp_path, "any").resolve(Matmul.problem(m=64, **WEIGHT), "sm_90", H200.name)
     assert free.entry is None or free.entry.accum_mode == "fp32"
 
@@ -167,7 +171,8 @@ def test_a_weight_that_was_never_tuned_has_one_schedule_for_every_batch(tmp_path
     served = [known.resolve(Matmul.problem(m=m, **WEIGHT), "sm_90", H200.name) for m in (1, 16, 17, 512, 4096)]
     assert len({each.schedule for each in served}) == 1
     assert all("not proven by digests" in each.reason and not each.rivals for each in served)
-    free = table(tmp_path, "any")
+    free, p = table(tmp_path, "any"), Matmul.problem(m=512, **WEIGHT)
+    assert known.fallback_for(served[3], p, "sm_90") is None is not free.fallback_for(served[3], p, "sm_90")
     assert len({free.resolve(Matmul.problem(m=m, **WEIGHT), "sm_90", H200.name).schedule for m in (1, 512, 4096)}) > 1
 
 
@@ -204,13 +209,15 @@ def test_rows_of_a_smaller_problem_are_the_first_rows_of_a_larger_one() -> None:
     assert large.tokens == 9
 
 
-@pytest.mark.parametrize("k", [70, 200])
-def test_shares_of_one_block_have_the_bits_of_shares_of_several(k) -> None:
-    p = Matmul.problem(m=70, n=64, k=k)
+def test_shares_of_one_block_have_the_bits_of_shares_of_several() -> None:
+    p = Matmul.problem(m=70, n=64, k=256)
     s = ts.space_for("sm_90", Matmul).default(p).replace(TILE_M=64, TILE_N=64, TILE_K=32, num_worker_warps=4)
-    inputs = make_inputs(Matmul, p)
-    several, one = (run_schedule(Matmul, p, s.replace(SPLIT_K=shares), inputs)["C"] for shares in (4, -4))
-    assert (several.view(numpy.uint16) == one.view(numpy.uint16)).all()
+    inputs = {name: numpy.zeros_like(array) for name, array in make_inputs(Matmul, p).items()}
+    # 2**24 + 1 + 1 - 2**24 in steps of their own, where the second and third are of one share.
+    for step, one, other in ((0, 4096, 4096), (2, 1, 1), (3, 1, 1), (6, -4096, 4096)):
+        inputs["A"][:, 32 * step], inputs["B"][32 * step] = one, other
+    found = [run_schedule(Matmul, p, s.replace(SPLIT_K=shares), inputs)["C"] for shares in (4, -4, 1)]
+    assert [set(each.astype(float).ravel()) for each in found] == [{2.0}, {2.0}, {0.0}]
     assert Matmul.reduction_order(p, s.replace(SPLIT_K=4)) == Matmul.reduction_order(p, s.replace(SPLIT_K=-4))
 
 
@@ -242,6 +249,22 @@ def test_within_a_block_plans_are_those_of_every_batch(launches) -> None:
         assert "one schedule for every batch" in plan(x, weight).served.reason
     with pytest.raises(ConfigError, match="is called first"), ts.batch_invariant:
         pass
+
+
+def test_a_first_call_waits_for_its_program(launches, monkeypatch) -> None:
+    for name, value in (("COMPILE", "background"), ("FALLBACK", "torch"), ("RIVALS", "serve")):
+        monkeypatch.setenv(f"TILEDSCHED_{name}", value)
+    process.forget_plans()
+    made = operator("matmul")
+    plan = made.plan_for(torch.ones(16, 32).half(), torch.ones(32, 16).half()).own
+
+    def first() -> str:
+        made.cache.building["key"] = [SimpleNamespace(is_done=False)]
+        return launch_first(made.cache, "key", plan, lambda plan: "ours", None, lambda plan: "torch")
+
+    assert first() == "torch"
+    with ts.batch_invariant():
+        assert first() == "ours"
 
 
 def test_calls_that_only_torch_computes_are_refused(launches, monkeypatch) -> None:

@@ -92,22 +92,26 @@ def test_a_row_has_the_same_bits_whatever_is_computed_beside_it(whole, structure
     check(whole, schedule)
 
 
+def in_pages(array, table):
+    """Keys or values of one sequence in pages, which lie where the table says; NaN behind them."""
+    room = np.full((2, len(table) * PAGE, 32), np.nan, array.dtype)
+    room[:, : array.shape[2]] = array[0]
+    found = np.empty((len(table), 2, PAGE, 32), array.dtype)
+    found[table] = room.reshape(2, -1, PAGE, 32).swapaxes(0, 1)
+    return found
+
+
 @pytest.mark.parametrize("keys", [16, 32, 150])
 def test_keys_in_pages_have_the_bits_of_those_in_one_piece(keys):
     """Whatever the order of the pages, and however many there may be."""
     whole = PROMPT.replace(seq_q=1, seq_k=keys, causal=False)
-    q, k, v = make_inputs(whole)
-    plain = row_of(whole, SPANS, (q, k, v), 0)
+    q, *both = make_inputs(whole)
     for pages in (10, 40):
         paged = whole.replace(seq_k=pages * PAGE, lengths=True, page=PAGE)
         table = np.random.default_rng(pages).permutation(pages).astype(np.int32)
-        entries = [np.full((pages, 2, PAGE, 32), np.nan, k.dtype) for _ in "kv"]
-        for array, mine in zip(entries, (k, v), strict=True):
-            for first in range(0, keys, PAGE):
-                piece = mine[0, :, first : first + PAGE]
-                array[table[first // PAGE], :, : piece.shape[1]] = piece
         more = {"Lengths": np.array([keys], np.int32), "Table": table[None]}
-        np.testing.assert_array_equal(row_of(paged, SPANS, (q, *entries), 0, more=more), plain)
+        found = row_of(paged, SPANS, (q, *(in_pages(each, table) for each in both)), 0, more=more)
+        np.testing.assert_array_equal(found, row_of(whole, SPANS, (q, *both), 0))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +150,8 @@ MISTAKES = {
         PROMPT,
     ),
     "the second half of the shares first": (
-        "slot = place * const.KV_SPLITS + group * together(const) + each",
-        "slot = place * const.KV_SPLITS + (group * together(const) + each + const.KV_SPLITS // 2) % const.KV_SPLITS",
+        "slot = place * const.KV_SPLITS + group * count + each",
+        "slot = place * const.KV_SPLITS + (group * count + each + const.KV_SPLITS // 2) % const.KV_SPLITS",
         PROMPT,
     ),
 }
@@ -195,11 +199,8 @@ def test_a_schedule_with_an_order_works_for_all_sizes(arch):
 
 
 def test_chunks_and_prompts_are_of_one_family_and_single_rows_of_another():
-    chunk = PROMPT.replace(seq_q=20, alignment="bottom_right")
-    row = PROMPT.replace(seq_q=1, alignment="bottom_right")
-    assert Attention.representative(chunk) == Attention.representative(PROMPT.replace(batch=5))
-    assert Attention.representative(row) != Attention.representative(chunk)
-    assert Attention.representative(row) == Attention.representative(row.replace(batch=9, seq_k=33))
-    assert Attention.representative(WINDOW) != Attention.representative(PROMPT)
-    assert Attention.row_dims(chunk) == ("batch",)
-    assert Attention.row_dims(PROMPT) == ("batch", "seq_q", "seq_k")
+    chunk, row = (PROMPT.replace(seq_q=rows, alignment="bottom_right") for rows in (20, 1))
+    prompt, *others = (Attention.representative(each) for each in (PROMPT.replace(batch=5), row, WINDOW))
+    assert Attention.representative(chunk) == prompt
+    assert prompt not in others
+    assert (Attention.row_dims(chunk), Attention.row_dims(PROMPT)) == (("batch",), ("batch", "seq_q", "seq_k"))

@@ -54,16 +54,21 @@ class Set:
     """From a problem of the set to the values that differ in one that is drawn."""
 
 
+def _steps(first: int, last: int, octave: int) -> list[int]:
+    """Sizes from one to another, `octave` of them in each octave."""
+    return sorted({round(first * 2 ** (step / octave)) for step in range(round(octave * math.log2(last / first)) + 1)})
+
+
 def _llama_products(kernel: KernelClass) -> list[Problem]:
     weights = sorted({(p.n, p.k) for p in kernel.suite("llama_8b")})
-    rows = [1 << step for step in range(15)]
+    rows = _steps(1, 16384, 3)
     return [kernel.problem(m=m, n=n, k=k, b_layout="column", dtype="bfloat16") for n, k in weights for m in rows]
 
 
 def _llama_attention(kernel: KernelClass) -> list[Problem]:
     heads = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-    prefill = itertools.product((1, 4, 16), (512, 1024, 2048, 4096, 8192))
-    decode = itertools.product((1, 8, 32, 128), (1024, 2048, 4096, 8192, 16384))
+    prefill = [(b, s) for b in _steps(1, 16, 1) for s in _steps(512, 8192, 2) if b * s <= 1 << 16]
+    decode = itertools.product(_steps(1, 128, 1), _steps(1024, 16384, 1))
     return [
         *(kernel.problem(batch=b, seq_q=s, seq_k=s, causal=True, **heads) for b, s in prefill),
         *(kernel.problem(batch=b, seq_q=1, seq_k=s, **heads) for b, s in decode),
@@ -121,7 +126,11 @@ def chosen(name: str, arch: str, count: int, seed: int) -> tuple[list[Drawn], li
         function = functions[name_of(leaves)] = namespace[f"{baking.name}_schedule"]
         facts = [case.names(with_arch=False) for case in cases]
         kept = sum(function(**each) == dict(case.served.schedule) for each, case in zip(facts, cases, strict=True))
-        us = max(min(timeit.repeat(lambda f=function, e=each: f(**e), number=2000, repeat=3)) * 500 for each in facts)
+        texts = [
+            f"f({', '.join(f'{key}={value!r}' for key, value in each.items() if key in baking.asked)})"
+            for each in facts
+        ]
+        us = max(min(timeit.repeat(text, globals={"f": function}, number=2000, repeat=5)) * 500 for text in texts)
         said.append(
             f"{name}, {name_of(leaves)}: {baking.said}; {len(text.splitlines())} lines; chooses what the table chooses in "
             f"{kept} of {len(cases)}; at most {us:.2f} us a call"

@@ -6,7 +6,8 @@ r"""Proves on a GPU that a row has the same bits whatever is computed beside it,
 `rows` starts processes of their own. Each computes every case once with all rows: 2048 rows of products, norms and chunks of a
 prompt, 64 sequences that decode. Then it computes parts of these rows, from a row drawn at random on, eagerly, by `torch.compile`
 and in CUDA graphs, and compares the bits. The processes share out the numbers of rows, so that together they compute every number
-from 1 on; some numbers all of them compute. A digest of all rows shows that processes agree with each other.
+from 1 on; some numbers all of them compute. A digest of all rows shows that processes agree with each other. All processes
+compile products; other functions are compiled by every third one.
 
 `times` times what `tiledsched.batch_invariant()` serves beside what is served otherwise, and products beside torch's (cuBLAS).
 All calls are captured in CUDA graphs, take turns, and are timed behind a flush of the L2 cache.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import hashlib
 import json
 import math
@@ -47,6 +49,10 @@ TIMED = (1, 16, 64, 128, 256, 512, 1024, 2048)
 """Numbers of rows of which products are timed."""
 DECODED = tuple((sequences, keys) for sequences in (1, 4, 16, 64) for keys in (1024, 4096, 16384))
 """Sequences and keys of which decoding is timed."""
+PROMPTS = (512, 2048, 8192)
+"""Rows of prompts that are timed whole."""
+COMPILING = 3
+"""One process in this number compiles a function other than a product: compiling takes most of a process's time."""
 MODES = ("eager", "compiled", "graph")
 FLUSHED_BYTES = 128 << 20
 ROUNDS = 11
@@ -167,6 +173,21 @@ def decoding(sequences: int = SEQUENCES, keys: int = 4096) -> Case:
     )
 
 
+def chunks(rows: int = ROWS) -> Case:
+    """Chunks of a prompt, each with the keys up to its own last row."""
+    import tiledsched as ts
+
+    q, k, v = normal(17, 1, 32, rows, 128), *(normal(seed, 1, 8, rows, 128) for seed in (18, 19))
+    return Case(
+        name=f"sdpa chunks of a prompt of {rows}",
+        rows=rows,
+        least=2,
+        function=partial(ts.sdpa, causal="bottom_right"),
+        tensors=lambda first, rows: (q[:, :, first : first + rows], *(each[:, :, : first + rows] for each in (k, v))),
+        rows_of=lambda out: out[0].transpose(0, 1),
+    )
+
+
 def attention() -> Iterator[Case]:
     """Decoding; decoding in a cache with room for more keys, whose size changes from part to part; chunks of a prompt."""
     import torch
@@ -188,18 +209,7 @@ def attention() -> Iterator[Case]:
         function=lambda q, k, v, lengths: ts.sdpa(q, k, v, key_lengths=lengths),
         tensors=in_room,
     )
-    prompt = normal(17, 1, 32, ROWS, 128), *(normal(seed, 1, 8, ROWS, 128) for seed in (18, 19))
-    yield Case(
-        name="sdpa chunks of a prompt",
-        rows=ROWS,
-        least=2,
-        function=partial(ts.sdpa, causal="bottom_right"),
-        tensors=lambda first, rows: (
-            prompt[0][:, :, first : first + rows],
-            *(each[:, :, : first + rows] for each in prompt[1:]),
-        ),
-        rows_of=lambda out: out[0].transpose(0, 1),
-    )
+    yield chunks()
 
 
 KINDS: dict[str, Callable[[], Iterable[Case]]] = {
@@ -230,11 +240,11 @@ def captured(function: Callable[..., Any], *tensors: Any) -> Any:
     return out
 
 
+@functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function after `torch.compile`, for tensors of any sizes."""
+    """The function after `torch.compile`, for tensors of any sizes: all products share one."""
     import torch
 
-    torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64
     made: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True)
     return made
@@ -271,8 +281,9 @@ def one_process(kinds: Sequence[str], process: int, processes: int) -> None:
 
     with ts.batch_invariant():
         for kind in kinds:
-            for case in KINDS[kind]():
-                for found in prove(case, process, processes):
+            for index, case in enumerate(KINDS[kind]()):
+                in_turn = kind == "products" or index % COMPILING == process % COMPILING
+                for found in prove(case, process, processes, MODES if in_turn else ("eager", "graph")):
                     print(json.dumps(asdict(found)), flush=True)
                 torch.cuda.empty_cache()
 
@@ -330,7 +341,7 @@ def prove_in_processes(kinds: Sequence[str], processes: int, at_once: int, most_
 
 # Times
 def times(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each product and number of rows, and for decoding with so many sequences and keys."""
+    """A row for each product and number of rows, for decoding with so many sequences and keys, and for prompts."""
     import torch
 
     for case in products() if "products" in kinds else ():
@@ -339,6 +350,8 @@ def times(kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     for sequences, keys in DECODED if "attention" in kinds else ():
         yield from row(decoding(sequences, keys), sequences, None)
         torch.cuda.empty_cache()
+    for rows in PROMPTS if "attention" in kinds else ():
+        yield from row(chunks(rows), rows, None)
 
 
 def row(case: Case, rows: int, rival: Callable[..., Any] | None) -> Iterator[dict[str, Any]]:
@@ -376,7 +389,7 @@ def row(case: Case, rows: int, rival: Callable[..., Any] | None) -> Iterator[dic
 def rates(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The speed of batch-invariant calls as a part of that of others: geometric mean and least, for products and decoding."""
     lines = []
-    for kind, against in (("matmul", "torch"), ("matmul", "any"), ("sdpa", "any")):
+    for kind, against in (("matmul", "torch"), ("matmul", "any"), ("decoding", "any"), ("prompt", "any")):
         ratios = {
             f"{each['case']}, {each['rows']}": float(each[f"of_{against}"]) for each in rows if kind in each["case"]
         }

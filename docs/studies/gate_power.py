@@ -1,12 +1,12 @@
 """`python -m docs.studies.gate_power`: how often `tiledsched compare --gate` gives a false alarm, and what it catches.
 
     python -m docs.studies.gate_power record runs.csv --seconds 180     # on an H200; may be repeated
-    python -m docs.studies.gate_power summary runs.csv                  # no GPU
+    python -m docs.studies.gate_power summary runs.csv                  # no GPU; a file for each session on one machine
 
 A *run* is one measuring process. It times two programs of each of 20 problems, one after the other, as `tune --effort served`
 does, without checking the results, which takes most of the time: the schedule that the table of sm_90 serves, and the table's
 runner-up, which took 3.0 to 4.4% longer when the table was measured. So there are real runs of real programs, and real programs
-that are slower. A check of the summary compares runs of different processes only.
+that are slower. A check of the summary compares runs of different processes of one session.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None, start: Callable[[int], Runner] 
         if options.command == "record":
             print(f"{record(options.csv, options.seconds, start)} runs added to {options.csv}")
         else:
-            print(summarise(read_runs(options.csv), options.runs))
+            print(summarise([read_runs(path) for path in options.csv], options.runs))
     except TiledschedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seconds", type=positive, default=180, help="begin no run that would end later than this (180)"
     )
     summary = commands.add_parser("summary", help="measure nothing: say what the gate makes of recorded runs")
-    summary.add_argument("csv", type=Path, help="the file")
+    summary.add_argument("csv", type=Path, nargs="+", help="the files, one of each session")
     summary.add_argument("--runs", type=positive, default=3, help="runs of each side of a check (3)")
     return parser.parse_args(arguments)
 
@@ -259,13 +259,25 @@ def slowed(run: Mapping[str, ProgramTime], name: str, factor: float) -> dict[str
     return {**run, name: longer}
 
 
-def summarise(recorded: Sequence[dict[str, dict[str, ProgramTime]]], runs: int) -> str:
-    """What the gate says of checks with so many runs a side, drawn from those recorded."""
-    rng, names = random.Random(0), list(recorded[0])
+Run = Mapping[str, Mapping[str, ProgramTime]]
+"""Of each problem both programs, by name."""
+
+
+def summarise(sessions: Sequence[Sequence[Run]], runs: int) -> str:
+    """What the gate says of checks with so many runs a side, drawn from those recorded.
+
+    Raises:
+        ConfigError: no session has enough runs.
+    """
+    rng, recorded = random.Random(0), [run for session in sessions for run in session]
+    names, enough = list(recorded[0]), [session for session in sessions if len(session) >= 2 * runs]
+    if not enough:
+        raise ConfigError(f"no session has {2 * runs} runs; record more, or pass --runs")
+    splits = sum(math.comb(len(each), runs) * math.comb(len(each) - runs, runs) for each in enough)
 
     def draw(before: str = SERVED) -> list[list[dict[str, ProgramTime]]]:
         """Runs of the two sides, of different processes, with one program of each problem, and the second side's other ones."""
-        drawn = rng.sample(recorded, 2 * runs)
+        drawn = rng.sample(rng.choice(enough), 2 * runs)
         other = SLOWER if before == SERVED else SERVED
         parts = (drawn[:runs], before), (drawn[runs:], before), (drawn[runs:], other)
         return [[{name: each[name][program] for name in names} for each in part] for part, program in parts]
@@ -273,7 +285,8 @@ def summarise(recorded: Sequence[dict[str, dict[str, ProgramTime]]], runs: int) 
     def verdict_on(name: str, before: Any, after: Any) -> str:
         return next(row.verdict for row in check(before, after).rows if row.b.problem == name)
 
-    lines = [f"{len(recorded)} runs, {len(names)} problems; {runs} runs a side"]
+    many = " and ".join(str(len(each)) for each in sessions)
+    lines = [f"{many} runs of {len(names)} problems; {runs} runs a side, of which {splits:,} choices differ"]
     for program in (SERVED, SLOWER):
         found = [check(*draw(program)[:2]) for _ in range(CHECKS)]
         lines.append(
@@ -290,16 +303,16 @@ def summarise(recorded: Sequence[dict[str, dict[str, ProgramTime]]], runs: int) 
     lines += ["", "|problem|served, us|runner-up|spread of runs|verdicts on it|", "|---|---:|---:|---:|---|"]
     caught: dict[bool, Counter[str]] = defaultdict(Counter)
     for name in names:
-        times = [[math.log(run[name][program].us) for run in recorded] for program in (SERVED, SLOWER)]
-        ratio = math.exp(statistics.mean(times[1]) - statistics.mean(times[0])) - 1
+        ratio = statistics.geometric_mean(run[name][SLOWER].us / run[name][SERVED].us for run in recorded) - 1
         verdicts = Counter[str]()
         for _ in range(PLANTED // len(names)):
             before, after, other = draw()
             changed = [{**run, name: each[name]} for run, each in zip(after, other, strict=True)]
             verdicts[verdict_on(name, before, changed)] += 1
         caught[ratio >= LIMIT].update(verdicts)
+        times = [[math.log(run[name][program].us) for run in each] for each in enough for program in (SERVED, SLOWER)]
         spread = math.sqrt(statistics.mean(statistics.variance(each) for each in times))
-        us = math.exp(statistics.mean(times[0]))
+        us = statistics.geometric_mean(run[name][SERVED].us for run in recorded)
         lines.append(f"|{name}|{us:.1f}|{ratio:+.2%}|{spread:.2%}|{_counted(verdicts)}|")
     lines += ["", f"real programs that take 3% longer or more: {_counted(caught[True])}"]
     lines.append(f"real programs that take less than 3% longer: {_counted(caught[False])}")

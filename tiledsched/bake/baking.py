@@ -32,6 +32,8 @@ from tiledsched.store.location import database_exists
 
 MOST_CANDIDATES, NEAR_BEST = 64, 0.01
 """So many schedules may become leaves where leaves are few: those that lose no more than this on the most problems."""
+DOUBT = 0.3
+"""What is added to the estimate for a schedule that no problem near by names: the estimate is made for those that are."""
 ARRAY = re.compile(r"(\w+)\[([\dx]+)[^\]]*\]")
 """An array among the values of a remembered search: its type, its sizes, and maybe strides."""
 
@@ -92,7 +94,10 @@ def choices(
         if not served:
             raise ConfigError(f"nothing was measured of {kernel.name} on {arch}; tune it, or name problems with -p")
         near = {problem: table.nearby(problem, arch) if losses else None for problem in served}
-        known = {problem: _timed_in(each, problem) for problem, each in near.items()}
+        known = {
+            problem: dict(next((own for entry, own in (each.namers if each else ()) if entry.problem == problem), {}))
+            for problem, each in near.items()
+        }
         there = database_exists(settings.db)
         with TuningDB.open(settings.db, read_only=True) if there else TuningDB.open(":memory:") as db:
             both = WithShipped(db, kernel, arch, entries, set(served)) if losses else None
@@ -107,16 +112,11 @@ def choices(
         for problem, each in served.items():
             judge, able = near[problem], [one for one in most if not space.unworkable(one, problem)]
             base = judge.mean_loss(each.schedule) if judge and not each.is_own else 0.0
-            estimated = {one: judge.mean_loss(one) - base for one in able} if judge else {}
+            named = {one for _, some in (judge.namers if judge else ()) for one in some}
+            estimated = {one: judge.mean_loss(one) - base + DOUBT * (one not in named) for one in able} if judge else {}
             measured = known[problem] if each.is_own else {}
             found.append(Case(problem=problem, arch=arch, served=each, measured=measured, estimated=estimated))
     return found
-
-
-def _timed_in(near: Any, problem: Problem) -> dict[Schedule, float]:
-    """What a problem's own entries say: its winner, ties and runner-up."""
-    own = [losses for entry, losses in (near.namers if near else ()) if entry.problem == problem]
-    return dict(own[0]) if own else {}
 
 
 def _timed_beside(served: Served, problem: Problem, rows: Sequence[Any]) -> dict[Schedule, float]:
@@ -141,6 +141,9 @@ class Baking:
         cases: the problems, with what schedules lose there.
         command: the words that bake it again.
         max_leaves: None for the table's choice in every case.
+
+    Raises:
+        ConfigError: so many leaves are too few.
     """
 
     def __init__(self, kernel: KernelClass, cases: Sequence[Case], command: str, max_leaves: int | None = None) -> None:
@@ -156,6 +159,11 @@ class Baking:
         lost = [[each.loss(one) for one in self.schedules] for each in cases]
         wrong = [[float(one != each.served.schedule) for one in self.schedules] for each in cases]
         self.tree: Tree = grow(self.names, numpy.array(wrong if self._exact else lost), max_leaves)
+        if self.tree.loss >= (1.0 if self._exact else NEVER):
+            raise ConfigError(
+                "some leaf has problems with no schedule in common, or that sizes and words do not tell apart; allow more "
+                "leaves, or name fewer problems with -p"
+            )
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kernel.name.rpartition(":")[2])
         self.name = re.sub(r"\W", "_", words).lower().strip("_")
         """What the names of the source begin with."""

@@ -13,9 +13,8 @@ from typing import Any
 
 from tiledsched.bake.baking import Baking
 from tiledsched.bake.text import BEGIN, END
-from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import ConfigError
-from tiledsched.core.launches import steps
+from tiledsched.core.launches import undecorated
 from tiledsched.core.schedule import HINT_KNOBS
 from tiledsched.core.shapes import split_shape
 from tiledsched.core.text import joined
@@ -38,8 +37,14 @@ class Patch:
 
     def __init__(self, baking: Baking, word: str = "") -> None:
         self._baking, self._chooser = baking, f"{baking.name}_schedule"
-        self.path, self._function = _place(baking, word)
-        self.before = self.path.read_text(encoding="utf-8")
+        path, self._function = _place(baking, word)
+        if path is None:
+            raise ConfigError(
+                f"a patch is for a kernel of one `function` in a file that can be found, and {baking.kernel.name} is none; write "
+                "a module: -o FILE.py"
+            )
+        self.path = path
+        self.before = path.read_text(encoding="utf-8")
         """What the file holds."""
         data, tree = self.before.encode(), ast.parse(self.before)
         self._starts = [0, *itertools.accumulate(map(len, data.splitlines(keepends=True)))]
@@ -50,7 +55,9 @@ class Patch:
         done, searches = _calls(tree, self._chooser), _calls(tree, SEARCH, self._function)
         for call in searches:
             self._replace(call, self._chosen(call))
-        for call in _calls(tree, "launch", self._function):
+        for call in (
+            () if baking.kernel.is_called else _calls(tree, "launch", self._function)
+        ):  # a search has its own launch
             around = [each for each in outers if call in ast.walk(each)]
             if around and not _calls(around[-1], self._chooser):
                 self._edit_launch(around[-1], call)
@@ -158,29 +165,14 @@ class Patch:
         return f"{self._chooser}({', '.join(told)})"
 
 
-def _place(baking: Baking, word: str) -> tuple[Path, str]:
-    """The file and the name of the kernel's only tile function."""
+def _place(baking: Baking, word: str) -> tuple[Path | None, str]:
+    """The file and the name of the kernel's tile function; no file where there is none, or several functions."""
     module, _, name = baking.kernel.name.rpartition(":")
-    pairs = [(case, leaf.best) for leaf in baking.tree.leaves() for case in map(baking.cases.__getitem__, leaf.rows)]
-    if baking.kernel.is_called:
-        files = [
-            Path(word.rpartition(":")[0]),
-            *(Path(each, *module.split(".")).with_suffix(".py") for each in ("", *sys.path)),
-        ]
-        found = [(each, name) for each in files if each.is_file()][:1]
-    else:
-        called = {
-            step.function
-            for case, best in pairs
-            for step in steps(baking.kernel, case.problem, baking.schedules[best], ARCHS[case.arch])
-        }
-        found = [(Path(inspect.getsourcefile(each) or ""), each.__name__) for each in called]
-    if len(found) != 1:
-        names = joined(sorted(each for _, each in found)) or f"nothing in a file; run this where {module} is"
-        raise ConfigError(
-            f"a patch is for one function, and {baking.kernel.name} runs {names}; or write a module: -o FILE.py"
-        )
-    return found[0]
+    if not baking.kernel.is_called:
+        function, _ = undecorated(baking.kernel.function) if baking.kernel.function else (None, {})
+        return (Path(inspect.getsourcefile(function) or ""), function.__name__) if function else (None, "")
+    modules = (Path(each, *module.split(".")).with_suffix(".py") for each in ("", *sys.path))
+    return next((each for each in (Path(word.rpartition(":")[0]), *modules) if each.is_file()), None), name
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,10 +52,10 @@ def source(
         kernel: an expression for the cuTile kernel of a schedule, which is called `each`; empty for none.
     """
     used = list(dict.fromkeys(leaf.best for leaf in tree.leaves()))
-    knobs = {knob: [_value(schedules[each][knob]) for each in used] for knob in schedules[used[0]]}
-    varying = [knob for knob, values in knobs.items() if len(set(map(repr, values))) > 1]
-    same = "".join(f", {knob}={values[0]!r}" for knob, values in knobs.items() if knob not in varying)
-    rows = [repr(tuple(knobs[knob][place] for knob in varying)).replace(" ", "") for place in range(len(used))]
+    knobs = {knob: [_literal(schedules[each][knob]) for each in used] for knob in schedules[used[0]]}
+    varying = [knob for knob, values in knobs.items() if len(set(values)) > 1]
+    same = "".join(f", {knob}={values[0]}" for knob, values in knobs.items() if knob not in varying)
+    rows = [f"({''.join(f'{knobs[knob][place]},' for knob in varying)})" for place in range(len(used))]
     table, numbers = f"_{name.upper()}", {each: place for place, each in enumerate(used)}
     asked, checked = names_in(*(each.question for each in tree.nodes())), names_in(*needs)
     taken = sorted(f"{each}=None" if each not in asked | checked else each for each in facts)
@@ -64,7 +65,10 @@ def source(
     lines += [f"for each in {table}:", *_wrapped(f"    each.update(kernel={kernel})")] if kernel else []
     lines += ["", "", f"def {number}:", *_returns(tree, numbers), "", ""]
     lines += [*_wrapped(f"def {name}_schedule(*, {', '.join(taken)}):"), f"    number = {number}"]
-    unmet = [f"number in {sorted(numbers[each] for each in of)} and not ({text})" for text, of in sorted(needs.items())]
+    unmet = [
+        f"number in {sorted(numbers[each] for each in of)} and " * (len(of) < len(used)) + f"not ({text})"
+        for text, of in sorted(needs.items())
+    ]
     if unmet:
         lines += [*_wrapped(f"    if ({' or '.join(unmet)}):"), f"        raise ValueError({UNFIT!r})"]
     comments = [textwrap.fill(each, WIDTH, initial_indent="# ", subsequent_indent="# ") for each in comment if each]
@@ -78,12 +82,11 @@ def names_in(*texts: str) -> set[str]:
     return {each.id for each in nodes if isinstance(each, ast.Name)} - {"str"}
 
 
-def _value(value: Any) -> Any:
-    """A knob's value. Fields of configurations that are neither numbers nor words are stored as their text."""
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return value
+def _literal(value: Any) -> str:
+    """A knob's value, which is not broken at its spaces. What is neither number nor word in a configuration is stored as text."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(value)
+    return repr(value).replace(" ", "\0")
 
 
 def left_open(node: ast.expr, known: Mapping[str, Any]) -> str | bool:
@@ -93,7 +96,9 @@ def left_open(node: ast.expr, known: Mapping[str, Any]) -> str | bool:
         asked = [each for each in parts if isinstance(each, str)]
         if decided in parts or not asked:
             return decided if decided in parts else not decided
-        return (" or " if decided else " and ").join(f"({each})" if each.count(" ") > 2 else each for each in asked)
+        return (" or " if decided else " and ").join(
+            f"({each})" if each.count(" ") > 2 and asked[1:] else each for each in asked
+        )
     text = ast.unparse(node)
     if names_in(text) <= known.keys():
         return bool(eval(text, {"__builtins__": {}}, dict(known)))  # an expression of a space, which checked it

@@ -14,6 +14,7 @@ from tiledsched.cli.app import FILE, Invocation, arch_option, command, kernel_ar
 from tiledsched.cli.output import print_table, print_wrapped
 from tiledsched.cli.problems import named_problems
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import write_whole
 from tiledsched.core.problem import KernelClass
 
 MOST_LEAVES = 32
@@ -104,6 +105,6 @@ def bake(
             print(f"\n{output}, for: patch -p1 -d {root}" if not whole else f"\n{output}")
 
     if output and not check:
-        Path(output).write_text(after if whole else diff, encoding="utf-8")
+        write_whole(output, after if whole else diff)
     run.print({"leaves": leaves, "regret": baking.said, "source": after, "changed": bool(diff)}, say)
     return int(check and bool(diff))

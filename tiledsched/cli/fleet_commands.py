@@ -164,7 +164,7 @@ def run_fleet(
         files = _write_landscapes(db, results, folder) if folder else []
     if given.get("report"):
         files += result_commands.written_report(
-            run, given["kernel"], list(planned.problems), given["report"], regime=given["regime"]
+            run, given["kernel"], list(planned.problems), given["report"], regime=planned.options.get("regime")
         )
     if given.get("csv"):
         files.append(_write_rows(results, Path(given["csv"])))

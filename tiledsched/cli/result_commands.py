@@ -467,6 +467,7 @@ def _print_tie(found: Comparison, db: str | None) -> None:
     """Print the command that measures one of the ties again."""
     tied = next((row.b for row in found.rows if row.verdict == "tied" and row.b.words), None)
     if tied is not None:
-        words = ["tune", tied.kernel, "--arch", tied.arch, "-p", tied.words]
+        anew = [] if found.noise is None else ["--effort", "served"]
+        words = ["tune", tied.kernel, "--arch", tied.arch, "-p", tied.words, *anew]
         print_next([("what may decide one of the ties", [*words, *(["--db", db] if db else [])])])
         print()

@@ -77,7 +77,7 @@ def tune(
 
     With `--effort quick`, at most 16 programs of each problem are measured and 8 of them race for the decision; with `default`
     64 and 16, with `thorough` 192 and 24 (without a GPU, 16, 64 or all schedules are built). `race` searches nothing: what
-    is served today races the default and the rivals. `served` only measures what is served, for `compare --gate`. With --seen,
+    is served today races the default and the rivals. `served` only measures what is served, anew in each run. With --seen,
     every problem gets a race before the most worthwhile are searched.
 
     \b

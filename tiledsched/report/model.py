@@ -112,6 +112,7 @@ def build_report(
         left_out=db.left_out if isinstance(db, WithShipped) else 0,
         measured=_section(MEASURED, measured, tile),
         modelled=_section(MODELLED, [_with_error(one, arch) for one in modelled], tile),
+        invariant=tuple(entry for entry in entries if entry.group),
         unmeasured=tuple(
             entry
             for entry in entries

@@ -410,6 +410,8 @@ class Report:
     """Problems with measurements."""
     modelled: Section
     """Problems that only the model has an estimate for."""
+    invariant: tuple[Entry, ...] = ()
+    """Entries of schedules whose bits do not depend on the batch."""
     unmeasured: tuple[Entry, ...]
     """Entries of problems that are neither measured nor modelled, such as transferred ones."""
     inert: tuple[KnobEffect, ...]

@@ -290,6 +290,11 @@ def _figures(report: Report, after: str) -> list[Block]:
             for entry in report.unmeasured
         ),
     )
+    blocks += _part(
+        f"Tuned with --numerics invariant{after}",
+        ("problem", "schedule", "group and price"),
+        ((str(each.problem), short(each.schedule), each.batch_invariant) for each in report.invariant),
+    )
     # The problems for which only what computes the bits of what was served could win.
     blocks += _part(
         f"Tuned with --numerics same{after}",

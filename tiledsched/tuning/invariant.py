@@ -29,7 +29,7 @@ from tiledsched.tuning.search import LOOKS, ProblemSearch, TuneContext
 
 PROBED = (1, 2, 3, 16, 17, 63, 64, 65, 128, 512, 2048)
 """Sizes of batch dims at which the bits of rows are compared, beside those that race."""
-MOST_ORDERS, MOST_GROUPS, MOST_FINALISTS = 32, 4, 2
+MOST_ORDERS, MOST_GROUPS, MOST_FINALISTS = 16, 4, 2
 """Orders whose bits are compared at least, where there are so many; groups that race; and groups that race again."""
 BASES = 4
 """Schedules of each size, the most promising ones, from which others of other orders are made that differ in one knob."""

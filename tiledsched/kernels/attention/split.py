@@ -38,6 +38,8 @@ from tiledsched.kernels.attention.tiles import (
 
 REGISTERS_TOGETHER = 16384
 """Registers of a block for shares on their way: a decoding block waits for each load longer than it works on it."""
+MOST_TOGETHER = 16
+"""Most shares of a fixed size whose loads are under way at the same time: 64 took three times as long to compile."""
 
 
 def compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, features, const):
@@ -241,9 +243,10 @@ def added_in_order(Shares, State, maxima, place, index, part, const):
     row_sum = ct.full((const.TILE_M, 1), 0.0, dtype=ct.float32)
     acc = ct.full((const.TILE_M, const.TILE_V), 0.0, dtype=ct.float32)
     state, rows = (1, 1, const.TILE_M), (1, 1, const.TILE_M, const.TILE_V)
-    for group in range(const.KV_SPLITS // together(const)):
-        for each in ct.static_iter(range(together(const))):
-            slot = place * const.KV_SPLITS + group * together(const) + each
+    count = min(together(const), MOST_TOGETHER)
+    for group in range(const.KV_SPLITS // count):
+        for each in ct.static_iter(range(count)):
+            slot = place * const.KV_SPLITS + group * count + each
             own_max = ct.load(State, (slot, 0, part), state, check_bounds=False, allow_tma=False)
             own_sum = ct.load(State, (slot, 1, part), state, check_bounds=False, allow_tma=False)
             share = ct.load(Shares, (slot, *index), rows, check_bounds=False, allow_tma=False)
