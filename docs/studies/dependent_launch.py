@@ -98,13 +98,13 @@ class Row:
     graph_replays: int = 0
     """Calls compared in graphs."""
     graph_wrong: int = 0
-    """Bursts of them with other bits."""
+    """Outputs of them with other bits."""
     eager_replays: int = 0
     """Eager calls compared."""
     eager_wrong: int = 0
-    """Bursts of them with other bits."""
+    """Outputs of them with other bits."""
     mistakes_noticed: int | None = None
-    """Bursts with other bits where launches do not wait, of `MISTAKES` calls; None where that was not tried."""
+    """Outputs with other bits where launches do not wait, of `MISTAKES` calls; None where that was not tried."""
 
     def gain(self, captured: bool, value: int) -> float:
         """How many times as fast a value of the knob makes the chain."""
@@ -229,7 +229,7 @@ def replayed(
     graph: bool,
     most_s: float,
 ) -> tuple[int, int]:
-    """(calls made, bursts with other bits) of calls that alternate between two sets of inputs.
+    """(calls made, outputs with other bits) of calls that alternate between two sets of inputs.
 
     Args:
         torch: the module.
