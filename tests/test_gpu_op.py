@@ -142,7 +142,7 @@ def test_what_a_call_costs_the_host() -> None:
         for _ in range(4):
             norm(x, w)
         plan = norm.plan_for(x, w)
-        kernel, grid, pick = plan.steps[0]
+        kernel, grid, pick, _ = plan.steps[0]
         row = (x, w, norm(x, w), torch.empty((1, 1), dtype=x.dtype, device="cuda"), *plan.tail)
         arguments, launch = row if pick is None else pick(row), process.runtime.launch
         methods = {

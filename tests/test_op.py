@@ -434,7 +434,7 @@ def test_programs_of_a_bundle_are_used_and_need_no_compiler(launches, tmp_path, 
     process.forget_kernels()
     plan = total.plan_for(*given)
     total(*given)
-    for (kernel, _, _), launch, code in zip(plan.steps, launches, parts(built.cubin), strict=True):
+    for (kernel, *_), launch, code in zip(plan.steps, launches, parts(built.cubin), strict=True):
         assert launch[2] is kernel
         signature = signature_of(declared, plan.problem, plan.served.schedule, kernel.step)
         assert kernel._compile(signature, None, (9, 0))[0] == code

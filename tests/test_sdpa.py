@@ -247,7 +247,7 @@ def test_a_plan_is_made_once_and_found_again(launches) -> None:
 def comparable(plan):
     """A plan whose functions are compared by what they do, and whose rivals by what was offered."""
     rivals = {name: (each := getattr(plan, name)) and each.offer for name in ("rival", "in_graphs", "direct")}
-    return replace(plan, steps=tuple((kernel, grid, repr(pick)) for kernel, grid, pick in plan.steps), **rivals)
+    return replace(plan, steps=tuple((kernel, grid, repr(pick)) for kernel, grid, pick, _ in plan.steps), **rivals)
 
 
 @pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(1, 32, 8), (8, 32, 8), (2, 8, 8)])

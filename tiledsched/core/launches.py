@@ -19,11 +19,12 @@ import cuda.tile as ct
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.blame import author_function, describe, did_you_mean, function_line
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.chains import in_chain
 from tiledsched.core.errors import DeclarationError, ProblemError, TiledschedError
 from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, Preparation
 from tiledsched.core.preparations import MOST_AXES, launch_of
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
-from tiledsched.core.schedule import HINT_KNOBS, Schedule
+from tiledsched.core.schedule import COMPILER_HINTS, HINT_KNOBS, Schedule
 from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.sources import is_shipped
 from tiledsched.core.storage import ALIGNMENT, strides_of, tile_type
@@ -440,13 +441,19 @@ def tile_kernels(kernel: KernelClass, schedules: Mapping[str, Schedule], p: Prob
         if [step.function for step in other] != [step.function for step in first]:
             names = sorted({step.function.__name__ for each in by_arch.values() for step in each})
             raise ProblemError(f"these schedules run different kernels ({', '.join(names)}); make one kernel of each")
-    s = next(iter(schedules.values()))
-    return [ct.kernel(annotated(kernel, step, p, s), **_hints(step, schedules)) for step in first]
+    s, found = next(iter(schedules.values())), []
+    for place, step in enumerate(first):
+        function, overlap = annotated(kernel, step, p, s), s.get("pdl", 0)
+        waits, releases = overlap and place > 0, overlap == 2 and place + 1 < len(first)
+        if waits or releases:
+            function = in_chain(function, bool(waits), releases)
+        found.append(ct.kernel(function, **_hints(step, schedules)))
+    return found
 
 
 def _hints(step: Step, schedules: Mapping[str, Schedule]) -> dict[str, Any]:
     hints = dict(step.hints)
-    for knob in () if step.prepares else HINT_KNOBS:
+    for knob in () if step.prepares else COMPILER_HINTS:
         values = {arch: s.number(knob) for arch, s in schedules.items() if knob in s}
         if values:
             by_arch = {arch: value if value or knob == "opt_level" else None for arch, value in values.items()}

@@ -10,14 +10,18 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import SpaceError, UnknownKnobError
 
 KnobValue = int | bool | str
-HINT_KNOBS: Mapping[str, Sequence[int]] = {
+COMPILER_HINTS: Mapping[str, Sequence[int]] = {
     "num_ctas": (0, 1, 2, 4, 8, 16),
     "occupancy": range(33),
     "opt_level": range(4),
     "num_worker_warps": (0, 1, 2, 4, 8, 16, 32),
 }
 """Knobs that reach cuTile as kernel hints, and the values that the compiler (13.4) accepts. 0 leaves the choice to the compiler,
-except for `opt_level`, where 0 is a level. Every other knob is a compile-time constant of the kernel.
+except for `opt_level`, where 0 is a level.
+"""
+HINT_KNOBS: Mapping[str, Sequence[int]] = {**COMPILER_HINTS, "pdl": (0, 1, 2)}
+"""Those, and how the launches of a schedule overlap (:mod:`tiledsched.core.chains`). Every other knob is a compile-time constant
+of the kernel.
 """
 
 PLAIN: dict[str, KnobValue] = {"num_ctas": 1, "opt_level": 3}

@@ -39,6 +39,8 @@ class LaunchStep:
     """Blocks."""
     arguments: tuple[Argument, ...]
     """In the order of the function's parameters."""
+    dependent: bool = False
+    """Whether it may start before the one ahead of it has ended: it waits itself (:mod:`tiledsched.core.chains`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,9 @@ def launch_of(kernel: KernelClass, p: Problem, s: Schedule, device: Any, fingerp
                     for each in step.arguments
                     if each.kind != "constant"
                 ),
+                dependent=bool(s.get("pdl")) and place > 0,
             )
-            for step in found
+            for place, step in enumerate(found)
         ),
         scratch=scratch(kernel, p, s, found),
         tolerance=kernel.tolerance(p, s),

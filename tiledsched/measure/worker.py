@@ -38,6 +38,7 @@ from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel
 from tiledsched.measure import timing
 from tiledsched.measure.arrays import Launch, Packed, ProblemArrays, first_rows, scratch_bytes
+from tiledsched.measure.dependent import launch_dependent
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
 from tiledsched.measure.runner import GIB, Batch, Checked, Device, GapTrial
 from tiledsched.measure.timing import calibrate, sample_rounds
@@ -114,7 +115,10 @@ class State:
     def run(self, launch: Launch, arguments: Packed) -> None:
         """Queue every step of a launch."""
         for function, step, packed in zip(self.functions[launch.fingerprint], launch.steps, arguments, strict=True):
-            function(step.grid, (1, 1, 1), packed)
+            if step.dependent:
+                launch_dependent(function.kernel.ptr, step.grid, packed, self.stream.ptr)
+            else:
+                function(step.grid, (1, 1, 1), packed)
 
     def note_memory(self) -> int:
         """The most that arrays of this process took until now. CuPy's pool gives nothing back before it reaches its limit."""

@@ -110,9 +110,9 @@ def launch_plan(
     if plan.is_simple and numbers is None and not first:  # the common case: everything else would cost the host time
         out = torch.empty_like(tensors[0])
         arrays: tuple[Any, ...] = (*tensors, out)
-        ((kernel, grid, _),) = plan.steps
+        ((kernel, grid, _, launch),) = plan.steps
         try:
-            runtime.launch(stream, grid, kernel, arrays + plan.tail)
+            launch(stream, grid, kernel, arrays + plan.tail)
         except Exception as error:
             raise LaunchError(_describe_failure(plan, error)) from error
         return out
@@ -133,8 +133,8 @@ def launch_plan(
         torch.autograd.graph.increment_version(tensors[place])
     row = arrays + (plan.tail if numbers is None else numbers + plan.constants)
     try:
-        for kernel, grid, pick in plan.steps:
-            runtime.launch(stream, grid, kernel, row if pick is None else pick(row))
+        for kernel, grid, pick, launch in plan.steps:
+            launch(stream, grid, kernel, row if pick is None else pick(row))
         if plan.sync and not runtime.is_capturing():
             runtime.synchronize(index)
     except Exception as error:
@@ -262,8 +262,8 @@ def explain_plan(plan: Plan, tensors: tuple[Any, ...], *, verify: bool) -> Expla
     if verify:
         device = tensors[0].device
         row = (*tensors, *_outputs(plan, tensors[0]), *scratch_arrays(plan.scratch, device, None), *plan.tail)
-        arguments = [row if pick is None else pick(row) for _, _, pick in plan.steps]
-        fingerprint = launched_fingerprint([kernel for kernel, _, _ in plan.steps], arguments, facts.arch)
+        arguments = [row if pick is None else pick(row) for _, _, pick, _ in plan.steps]
+        fingerprint = launched_fingerprint([kernel for kernel, *_ in plan.steps], arguments, facts.arch)
     return Explanation(
         problem=plan.problem,
         arch=facts.arch,
@@ -273,7 +273,7 @@ def explain_plan(plan: Plan, tensors: tuple[Any, ...], *, verify: bool) -> Expla
         in_graphs=plan.in_graphs.name if plan.in_graphs else "",
         captured=plan.captured_served,
         launched_fingerprint=fingerprint,
-        compiling=any(not each.is_done for kernel, _, _ in plan.steps for each in getattr(kernel, "builds", ())),
+        compiling=any(not each.is_done for kernel, *_ in plan.steps for each in getattr(kernel, "builds", ())),
         controls=process.settings().sources,
     )
 

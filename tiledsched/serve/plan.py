@@ -60,8 +60,9 @@ class Plan(Decision):
     A launch takes its arguments from one row: inputs, outputs, scratch arrays, numbers, constants.
     """
 
-    steps: tuple[tuple[Any, tuple[int, int, int], Pick | None], ...]
-    """For each launch its kernel object, its grid, and what picks its arguments from the row; None where it takes the row."""
+    steps: tuple[tuple[Any, tuple[int, int, int], Pick | None, Callable[..., Any]], ...]
+    """For each launch its kernel object, its grid, what picks its arguments from the row, None where it takes the row, and what
+    launches it."""
     outputs: tuple[tuple[Any, Any, Any], ...]
     """Shape, strides and torch type of each output array."""
     lists: tuple[int | None, ...]
@@ -212,10 +213,14 @@ def make_plan(
     like = [torch.empty_like(first, device="meta")] if isinstance(first, torch.Tensor) else []
     like_first = bool(like) and flat[:1] == [(tuple(each.shape), each.stride(), each.dtype) for each in like]
     sync = process.settings().sync
+    dependent = functools.partial(process.runtime.launch, programmatic_dependent_launch=True)
     fixed = (each.value for step in launches for each in step.arguments if each.kind == "constant")
     return Plan(
         **vars(decision),
-        steps=tuple((made, step.grid, pick) for made, step, pick in zip(objects, launches, picks, strict=True)),
+        steps=tuple(
+            (made, step.grid, pick, dependent if place and schedule.get("pdl") else process.runtime.launch)
+            for place, (made, step, pick) in enumerate(zip(objects, launches, picks, strict=True))
+        ),
         outputs=tuple(flat),
         lists=lists,
         is_single=is_single,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tiledsched.core.device import ARCHS
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.schedule import HINT_KNOBS, KnobValue
+from tiledsched.core.schedule import COMPILER_HINTS, KnobValue
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 
@@ -42,10 +42,10 @@ def _of_problem(problem: str, suffix: str, served: Mapping[str, Served]) -> list
     said = "; ".join(f"{source} ({', '.join(archs)})" for source, archs in sources.items())
     values = {
         knob: {arch: each.schedule[knob] for arch, each in served.items() if knob in each.schedule}
-        for knob in (*TILES, *HINT_KNOBS)
+        for knob in (*TILES, *COMPILER_HINTS)
     }
     tiles = [f"{knob.upper()}{suffix} = {values[knob]!r}" for knob in TILES if values[knob]]
-    hints = {knob: _hint(knob, values[knob]) for knob in HINT_KNOBS}
+    hints = {knob: _hint(knob, values[knob]) for knob in COMPILER_HINTS}
     lines = [f'    "{knob}": {hint},' for knob, hint in hints.items() if hint]
     return [f"# {problem}: {said}", *tiles, f"HINTS{suffix} = {{", *lines, "}"]
 
