@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -113,3 +116,20 @@ def test_the_driver_is_told_grid_stream_arguments_and_that_the_launch_may_begin_
 def test_a_refused_launch_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="error 801"):
         launch_dependent(7, (1, 1, 1), (numpy.zeros(1), numpy.int32(1), numpy.float32(1)), 0, Driver(801))
+
+
+def test_a_dependent_launch_follows_on_the_stream_of_the_launch_ahead(monkeypatch) -> None:
+    stream = SimpleNamespace(ptr=9)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.delitem(sys.modules, "tiledsched.measure.worker", raising=False)
+    worker = importlib.import_module("tiledsched.measure.worker")
+    monkeypatch.delitem(sys.modules, "tiledsched.measure.worker")
+    queued = []
+    monkeypatch.setattr(worker, "launch_dependent", lambda *given: queued.append(given))
+    state = worker.State(
+        "", stream=SimpleNamespace(ptr=1), functions={"f": [SimpleNamespace(kernel=SimpleNamespace(ptr=7))]}
+    )
+    step = SimpleNamespace(grid=(1, 1, 1), dependent=True)
+    state.run(SimpleNamespace(fingerprint="f", steps=[step]), [()])
+    assert queued == [(7, (1, 1, 1), (), 9)]

@@ -116,7 +116,8 @@ class State:
         """Queue every step of a launch."""
         for function, step, packed in zip(self.functions[launch.fingerprint], launch.steps, arguments, strict=True):
             if step.dependent:
-                launch_dependent(function.kernel.ptr, step.grid, packed, self.stream.ptr)
+                stream = cupy.cuda.get_current_stream()  # which is torch's where rivals are timed
+                launch_dependent(function.kernel.ptr, step.grid, packed, stream.ptr)
             else:
                 function(step.grid, (1, 1, 1), packed)
 
