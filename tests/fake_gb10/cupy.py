@@ -136,7 +136,7 @@ def empty(shape, dtype=float):
 
 
 def get_default_memory_pool() -> types.SimpleNamespace:
-    return types.SimpleNamespace(free_all_blocks=lambda: None)
+    return types.SimpleNamespace(free_all_blocks=lambda: None, set_limit=lambda size: None, total_bytes=lambda: 0)
 
 
 runtime = types.SimpleNamespace(
