@@ -313,7 +313,7 @@ def test_the_command_writes_and_checks(home, cli, monkeypatch):
     monkeypatch.chdir(home)
     words = ["bake", "rms_norm", "--arch", "sm_90", "--max-leaves", "4", "-o", "rms.py"]
     said = cli(words).out
-    assert said.startswith("4 leaves, 4 schedules, 14 problems. Than with the table's choices,")
+    assert said.startswith("4 leaves, 4 schedules, 14 problems. A problem takes ")
     assert said.endswith("\nrms.py\n")
     text = Path("rms.py").read_text(encoding="utf-8")
     assert text.splitlines()[1] == "# tiledsched bake rms_norm --arch sm_90 --max-leaves 4"

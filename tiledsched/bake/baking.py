@@ -183,7 +183,7 @@ class Baking:
         lost = [each for leaf in leaves for each in self.losses(leaf)]
         timed = sum(self.schedules[leaf.best] in self.cases[row].measured for leaf in leaves for row in leaf.rows)
         return (
-            f"{size}. Than with the table's choices, a problem takes {mean_of(lost):.1%} longer in the geometric mean, at worst "
+            f"{size}. A problem takes {mean_of(lost):.1%} longer than with the table's choice (geometric mean), at worst "
             f"{max(lost):.1%}; {timed / counts:.0%} of these ratios are measured, the others estimated"
         )
 
