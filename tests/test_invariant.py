@@ -35,6 +35,7 @@ from tiledsched.serve.entries import load_table
 from tiledsched.serve.execute import launch_first
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
+from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.store.db import TuningDB
 from tiledsched.tuning.options import TuneOptions
 from tiledsched.tuning.prior import estimator
@@ -249,6 +250,17 @@ def test_within_a_block_plans_are_those_of_every_batch(launches) -> None:
         assert "one schedule for every batch" in plan(x, weight).served.reason
     with pytest.raises(ConfigError, match="is called first"), ts.batch_invariant:
         pass
+
+
+def test_a_next_choice_found_before_the_block_is_none_of_its_plans(monkeypatch) -> None:
+    monkeypatch.setattr(PlanCache, "every", [])
+    cache: PlanCache = PlanCache(lambda *call: call)
+    cache.plans["key"] = "refused by the compiler"
+    with ts.batch_invariant():
+        cache.exchange("key", "refused by the compiler", "of other bits")
+        assert not cache.plans
+    cache.exchange("key", "refused by the compiler", "the next choice")
+    assert cache.plans == {"key": "the next choice"}
 
 
 def test_a_first_call_waits_for_its_program(launches, monkeypatch) -> None:

@@ -207,7 +207,7 @@ def launch_first(
         if other is None:
             raise
         log.warning("%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
-        cache.plans[key] = other
+        cache.exchange(key, plan, other)
         cache.building.pop(key, None)
         return launch_first(cache, key, other, launch, make, stand_in)
     if missed:  # the rival served

@@ -142,6 +142,12 @@ class PlanCache(Generic[P]):
                 self.plans[key] = found
         return found
 
+    def exchange(self, key: tuple[Any, ...], plan: P, other: P) -> None:
+        """Put another plan in the place of one, unless that was forgotten meanwhile, or other numerics hold now."""
+        with lock:
+            if self.plans.get(key) is plan:
+                self.plans[key] = other
+
     def keep_ready(self, key: tuple[Any, ...], plan: P) -> None:
         """Note that `plan` was launched, unless it was forgotten meanwhile: the settings may have changed."""
         with lock:
