@@ -54,8 +54,8 @@ class Runner(GpuRunner):
     kill_worker = False
     killed: Failure | None = None
 
-    def _launch(self, candidate: Candidate) -> Launch | Failure:
-        launch = super()._launch(candidate)
+    def _launch(self, candidate: Candidate, *of: Any) -> Launch | Failure:
+        launch = super()._launch(candidate, *of)
         if isinstance(launch, Failure) or "grid_too_large" not in candidate.schedule:
             return launch
         return replace(launch, steps=tuple(replace(step, grid=(1, 1 << 17, 1)) for step in launch.steps))

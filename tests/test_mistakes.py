@@ -350,7 +350,10 @@ LINES = [
     ("explain attention --arch sm_90 -p S=64,dtype=bf16", "got 'bf16' (did you mean 'bfloat16'?)"),
     ("tune --suite lama --arch sm_90", "attention has no suite 'lama'; known are"),
     ("tune --arch h10", "unknown arch 'h10'; known are"),
-    ("tune --effort quik", "'quik' is not one of 'race', 'quick', 'default', 'thorough' (did you mean 'quick'?)"),
+    (
+        "tune --effort quik",
+        "'quik' is not one of 'served', 'race', 'quick', 'default', 'thorough' (did you mean 'quick'?)",
+    ),
     ("tune --sampler surogate --arch sm_90", "(did you mean 'surrogate'?)"),
     ("show --provenance mesured", "(did you mean 'measured'?)"),
     ("show atention", "(did you mean 'attention'?)"),

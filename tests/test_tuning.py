@@ -75,6 +75,7 @@ PADDING = ", padding_mode=ct.PaddingMode.NEG_INF"
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("tilegym_*.py"))
 TINY = {
     "tilegym_matmul": {"m": 100, "n": 72, "k": 64},
+    "tilegym_rms_norm": {"rows": 5, "columns": 100},
     "tilegym_softmax": {"rows": 5, "columns": 100},
     "tilegym_rope": {"batch": 1, "seq": 3, "q_heads": 4, "k_heads": 2, "head_dim": 64},
 }
