@@ -14,7 +14,7 @@ import numpy
 import pytest
 from served_entries import SUMMARY
 
-from tiledsched.bake.baking import Baking, Case, _timed_beside, choices
+from tiledsched.bake.baking import Baking, TableChoice, _measured_losses, choices
 from tiledsched.bake.patch import Patch
 from tiledsched.bake.text import left_open, source
 from tiledsched.bake.tree import NEVER, between, grow
@@ -110,7 +110,7 @@ for size in (8192, 1 << 20):
 """
 
 
-def case(problem, schedule, arch="sm_90") -> Case:
+def case(problem, schedule, arch="sm_90") -> TableChoice:
     """A problem that was measured, with the schedule that won."""
     entry = Entry(
         kernel=problem.kernel,
@@ -124,7 +124,7 @@ def case(problem, schedule, arch="sm_90") -> Case:
         toolchain=SUMMARY.toolchain,
     )
     served = Served(schedule=schedule, provenance="measured", steps=(), entry=entry, is_own=True)
-    return Case(problem=problem, arch=arch, served=served, measured={schedule: 0.0}, estimated={})
+    return TableChoice(problem=problem, arch=arch, served=served, measured={schedule: 0.0}, estimated={})
 
 
 def chooser(baking: Baking):
@@ -287,6 +287,9 @@ def test_hints_alone_go_to_the_launch(scale):
         "        schedule = hinted_schedule(dtype=str(x.dtype)[6:], size=x.shape[0])",
         "        ct.launch(torch.cuda.current_stream(), grid, schedule.kernel, (x, out, 0.5, tile))",
     ]
+    overlapping = case(kernel.problem(size=64), Schedule(occupancy=1, pdl=1))  # the compiler knows no such hint
+    with pytest.raises(ConfigError, match="pdl is no parameter of scale"):
+        Patch(Baking(kernel, [overlapping], ""))
 
 
 @pytest.mark.parametrize(
@@ -361,8 +364,8 @@ def test_only_times_beside_the_choices_own_count():
 
     others = [row(slow, 5.0, device="other"), row(fast, 1.0, regime="sustained")]
     rows = [*others, row(slow, 20.0), row(fast, 10.0), row(slow, 30.0)]
-    assert _timed_beside(served, problem, rows) == {fast: 0.0, slow: math.log(2)}
-    assert _timed_beside(served, problem, rows[:3]) == {}
+    assert _measured_losses(served, problem, rows) == {fast: 0.0, slow: math.log(2)}
+    assert _measured_losses(served, problem, rows[:3]) == {}
 
 
 SILU = """

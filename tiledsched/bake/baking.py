@@ -39,7 +39,7 @@ ARRAY = re.compile(r"(\w+)\[([\dx]+)[^\]]*\]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TableChoice:
     """A problem on an arch, and what schedules cost there."""
 
     problem: Problem
@@ -73,7 +73,7 @@ class Case:
 
 def choices(
     kernel: KernelClass, archs: Sequence[str], problems: Sequence[Problem], settings: Settings, *, losses: bool
-) -> list[Case]:
+) -> list[TableChoice]:
     """What the table chooses on each arch, for all problems that were measured there or for those named.
 
     Args:
@@ -86,7 +86,7 @@ def choices(
     Raises:
         ConfigError: no problem is named, and none was measured.
     """
-    found: list[Case] = []
+    found: list[TableChoice] = []
     for arch in archs:
         entries, table = load_entries(settings, {arch}, kernel), load_table(settings, kernel=kernel, archs={arch})
         tuned = {each.problem for each in entries if each.arch == arch and each.provenance in MEASURED_PROVENANCES}
@@ -102,7 +102,7 @@ def choices(
         with TuningDB.open(settings.db, read_only=True) if there else TuningDB.open(":memory:") as db:
             both = WithShipped(db, kernel, arch, entries, set(served)) if losses else None
             for problem, rows in both.measurements_by_problem(arch, kernel) if both else ():
-                known[problem] |= _timed_beside(served[problem], problem, rows)
+                known[problem] |= _measured_losses(served[problem], problem, rows)
         good = [
             {each.schedule, *(one for one, loss in known[of].items() if loss < NEAR_BEST)}
             for of, each in served.items()
@@ -115,11 +115,11 @@ def choices(
             named = {one for _, some in (judge.namers if judge else ()) for one in some}
             estimated = {one: judge.mean_loss(one) - base + DOUBT * (one not in named) for one in able} if judge else {}
             measured = known[problem] if each.is_own else {}
-            found.append(Case(problem=problem, arch=arch, served=each, measured=measured, estimated=estimated))
+            found.append(TableChoice(problem=problem, arch=arch, served=each, measured=measured, estimated=estimated))
     return found
 
 
-def _timed_beside(served: Served, problem: Problem, rows: Sequence[Any]) -> dict[Schedule, float]:
+def _measured_losses(served: Served, problem: Problem, rows: Sequence[Any]) -> dict[Schedule, float]:
     """What schedules lose that were timed as the choice was: on the same GPU, by its compiler and regime."""
     entry, times = served.entry, dict[Schedule, float]()
     if entry is None or entry.problem != problem:
@@ -146,7 +146,9 @@ class Baking:
         ConfigError: so many leaves are too few.
     """
 
-    def __init__(self, kernel: KernelClass, cases: Sequence[Case], command: str, max_leaves: int | None = None) -> None:
+    def __init__(
+        self, kernel: KernelClass, cases: Sequence[TableChoice], command: str, max_leaves: int | None = None
+    ) -> None:
         self.kernel, self.cases, self._command, self._exact = kernel, cases, command, max_leaves is None
         self.archs = sorted({each.arch for each in cases})
         self.names = [each.names(with_arch=len(self.archs) > 1) for each in cases]
@@ -206,7 +208,7 @@ class Baking:
         return {text: of for text, of in self._needs.items() if names_in(text) <= self.facts}
 
     @property
-    def asked(self) -> set[str]:
+    def needed_facts(self) -> set[str]:
         """The facts of a problem on which the choice depends."""
         return names_in(*(each.question for each in self.tree.nodes()), *self.checked)
 

@@ -15,7 +15,7 @@ from tiledsched.bake.baking import Baking
 from tiledsched.bake.text import BEGIN, END
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.launches import undecorated
-from tiledsched.core.schedule import HINT_KNOBS
+from tiledsched.core.schedule import COMPILER_HINTS
 from tiledsched.core.shapes import split_shape
 from tiledsched.core.text import joined
 
@@ -99,7 +99,7 @@ class Patch:
         """Set the variables that a launch takes for knobs, before what depends on them."""
         given, before, schedule = self._given(call), _before(outer.body, call), self._baking.schedules[0]
         knobs = [knob for knob in self._takes if knob in schedule]
-        elsewhere = sorted(schedule.keys() - {*knobs, *HINT_KNOBS})
+        elsewhere = sorted(schedule.keys() - {*knobs, *COMPILER_HINTS})
         if elsewhere:
             raise self._error(
                 call, f"{joined(elsewhere)} is no parameter of {self._function}, so that nothing here sets it"
@@ -118,7 +118,7 @@ class Patch:
         place = self._starts[line]
         self._edits.append((place, place, "".join(f"{' ' * indent}{each}\n" for each in lines)))
         for each in _arguments(call):
-            if _named(each) == self._function and schedule.keys() & HINT_KNOBS.keys():
+            if _named(each) == self._function and schedule.keys() & COMPILER_HINTS.keys():
                 self._replace(each, "schedule.kernel")
 
     def _kernel(self, function: ast.FunctionDef) -> str:
@@ -132,7 +132,7 @@ class Patch:
             for one in each.keywords
         }
         hints = []
-        for hint in HINT_KNOBS.keys() & self._baking.schedules[0].keys():
+        for hint in COMPILER_HINTS.keys() & self._baking.schedules[0].keys():
             there: Any = theirs.get(hint)
             default = [
                 ast.unparse(each) for each in getattr(there, "keywords", ()) if each.arg not in self._baking.archs
@@ -155,14 +155,14 @@ class Patch:
                 words |= {each.dtype or "dtype": f"str({given[name]}.dtype)[6:]"}
                 known = {**words, each.layout: f"'row' if {given[name]}.stride(-1) == 1 else 'column'", **known}
         known |= given
-        missing = sorted(self._baking.asked - known.keys())
+        missing = sorted(self._baking.needed_facts - known.keys())
         if missing:
             raise self._error(
                 call,
                 f"the choice depends on {joined(missing)}, which nothing here tells; name problems that share it, with -p",
             )
-        told = [f"{name}={known[name]}" for name in sorted(self._baking.facts & known.keys())]
-        return f"{self._chooser}({', '.join(told)})"
+        arguments = [f"{name}={known[name]}" for name in sorted(self._baking.facts & known.keys())]
+        return f"{self._chooser}({', '.join(arguments)})"
 
 
 def _place(baking: Baking, word: str) -> tuple[Path | None, str]:

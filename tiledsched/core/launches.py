@@ -24,7 +24,7 @@ from tiledsched.core.errors import DeclarationError, ProblemError, TiledschedErr
 from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, Preparation
 from tiledsched.core.preparations import MOST_AXES, launch_of
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
-from tiledsched.core.schedule import COMPILER_HINTS, HINT_KNOBS, Schedule
+from tiledsched.core.schedule import COMPILER_HINTS, Schedule
 from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.sources import is_shipped
 from tiledsched.core.storage import ALIGNMENT, strides_of, tile_type
@@ -156,7 +156,7 @@ def undecorated(entry: Any) -> tuple[FunctionType, Mapping[str, Any]]:
     """
     if isinstance(entry, ct.kernel):
         options = vars(entry._compiler_options) if hasattr(entry, "_compiler_options") else {}
-        return entry._pyfunc, {name: options[name] for name in HINT_KNOBS if options.get(name) is not None}
+        return entry._pyfunc, {name: options[name] for name in COMPILER_HINTS if options.get(name) is not None}
     if not isinstance(entry, FunctionType) or entry.__name__ == "<lambda>" or hasattr(entry, "__wrapped__"):
         raise DeclarationError(f"expected a cuTile kernel or a function, got {entry!r}; decorate one with @ct.kernel")
     return entry, {}
