@@ -31,6 +31,8 @@ SMALLEST_US = 1e-9
 """Times below this count as nothing."""
 SHARPNESS = 4.0
 """Exponent of the smooth maximum of two times. Chosen, not fitted."""
+WARPGROUP_ROWS = 64
+"""Fewest rows of a tile that groups of warps multiply together (wgmma, tcgen05); below, single warps do."""
 WARPS_PER_GROUP = 4
 """One warp per SM partition: what wgmma and tcgen05 call a warpgroup."""
 TENSOR_RATES = {

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
+from tiledsched.core.cost import WARPGROUP_ROWS
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
@@ -27,8 +28,6 @@ COMBINE_ELEMENTS = 2048
 """Elements of a tile of `combine`: 16 a thread, four loads of 16 bytes for each share."""
 FEWEST_COMBINED_COLUMNS = 32
 """Fewest columns of a combining tile that divides C: a row is then 128 bytes of partial sums."""
-ROWS_OF_WARP_GROUPS = 64
-"""Fewest rows of a tile that groups of warps multiply."""
 TMA_BYTES = 16
 """Rows must start at multiples of this many bytes for the TMA unit."""
 
@@ -70,7 +69,7 @@ def share_bounds(k: int, s: Schedule) -> tuple[int, ...]:
 def instruction(s: Schedule) -> str:
     """Which tensor-core instructions multiply: of groups of warps (wgmma on sm_90), or where tiles have few rows, of warps."""
     rows = s["TILE_N"] if s.get("SWAP") else s["TILE_M"]
-    return "warp groups" if int(rows) // s.number("num_ctas") >= ROWS_OF_WARP_GROUPS else "warps"
+    return "warp groups" if int(rows) // s.number("num_ctas") >= WARPGROUP_ROWS else "warps"
 
 
 def row_bytes(run: int, item: int = 2) -> bool:

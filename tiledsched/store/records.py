@@ -24,9 +24,9 @@ from tiledsched.store.codec import encode
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")
 SAME_NUMBERS = "bit for bit the numbers of "
+"""How the part of an entry's source begins that says whose numbers a schedule had to have to win."""
 BATCH_INVARIANT = "batch-invariant group "
 """How the part of a source begins that tells of bits that do not depend on the batch; the group's name follows, and a colon."""
-"""How the part of an entry's source begins that says whose numbers a schedule had to have to win."""
 Place = tuple[str, str, Problem, str, str, str]
 """What an entry answers; see :attr:`Entry.place`."""
 Made = TypeVar("Made")
@@ -210,7 +210,7 @@ class Entry(Printable):
     device_name: str = ""
     """The GPU that the entry holds for; empty for the whole arch."""
     regime: str = ""
-    """burst or sustained; empty where nothing was measured."""
+    """burst, sustained, graph or graph-cold; empty where nothing was measured."""
     accum_mode: str = "fp32"
     """fp32 or fp16: results with fp16 accumulators are less accurate, and never served in place of fp32 ones. Or `invariant`: the
     bits of a row do not depend on the number of rows."""

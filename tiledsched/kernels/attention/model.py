@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, PublishedTime, smooth_max
+from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPGROUP_ROWS, WARPS_PER_GROUP, Cost, PublishedTime, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
@@ -36,7 +36,6 @@ from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
 from tiledsched.kernels.attention.tiling import (
     ROWS_PER_WARP,
-    WARPGROUP_ROWS,
     combines_later,
     pack_width,
     packs,

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tiledsched.core.cost import WARPGROUP_ROWS
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 
 ROWS_PER_WARP = 16
 """Rows of a tensor-core product that one warp holds, on every arch. With fewer rows, several warps share the keys of a row."""
-WARPGROUP_ROWS = 64
-"""Fewest rows for which the compiler uses wgmma or tcgen05."""
 SMALLEST_SPAN, LARGEST_SPAN = 2, 64
 """Steps of shares of a fixed size."""
 COMBINED_ELEMENTS = 8192

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.cost import LAUNCH_US, WARPGROUP_ROWS, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
@@ -33,7 +33,7 @@ from tiledsched.kernels.attention.model import (
     SWIZZLE_PAIRS,
     busy_steps,
 )
-from tiledsched.kernels.attention.tiling import ROWS_PER_WARP, WARPGROUP_ROWS
+from tiledsched.kernels.attention.tiling import ROWS_PER_WARP
 
 SUM_BYTES = 4
 """Bytes of an element of the float32 sums."""

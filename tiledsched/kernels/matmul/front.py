@@ -21,6 +21,6 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
-    product = operator("matmul")
-    out: Tensor = product(input, other) if input.ndim == 2 else product(flat_rows(input), other)
+    flat = input if input.ndim == 2 else flat_rows(input)
+    out: Tensor = operator("matmul")(flat, other)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], other.shape[-1])
