@@ -1,14 +1,14 @@
-r"""Runs the twelve variants of docs/examples/attention_variants.py on a GPU beside torch's FlexAttention: are they right, how fast are
-they, and what do they compile?
+r"""Runs the twelve variants of docs/examples/attention_variants.py on a GPU beside torch's FlexAttention: whether they are right, how
+fast they are, and what they compile.
 
     python -m docs.studies.flex_variants right
     python -m docs.studies.flex_variants times --sizes 1024,4096,16384 --widths 64,128 --csv times.csv
     python -m docs.studies.flex_variants compiles
 
 `right` compares outputs at odd sizes with torch's FlexAttention, which is not compiled and computes in float64. `times` times
-`tiledsched.flex`, FlexAttention compiled, FlexAttention on its FLASH backend where that is installed, and for a dense bias torch's
-`scaled_dot_product_attention`; all are given their masks' blocks, are captured in CUDA graphs, take turns, and are timed behind a
-flush of the L2 cache. `compiles` calls each variant again with other contents of its arrays, and counts programs and plans.
+`tiledsched.flex`, FlexAttention compiled, FlexAttention on its FLASH backend where that is installed, and for a dense bias also
+torch's `scaled_dot_product_attention`. All are given their masks' blocks, are captured in CUDA graphs, take turns, and are timed
+behind a flush of the L2 cache. `compiles` calls each variant again with other contents of its arrays, and counts programs and plans.
 """
 
 from __future__ import annotations
