@@ -1,5 +1,4 @@
-r"""Runs the twelve variants of docs/examples/attention_variants.py on a GPU beside torch's FlexAttention: whether they are right, how
-fast they are, and what they compile.
+r"""The twelve variants of docs/examples/attention_variants.py on a GPU beside torch's FlexAttention: errors, times and compiles.
 
     python -m docs.studies.flex_variants right
     python -m docs.studies.flex_variants times --sizes 1024,4096,16384 --widths 64,128 --csv times.csv
@@ -8,7 +7,7 @@ fast they are, and what they compile.
 `right` compares outputs at odd sizes with torch's FlexAttention, which is not compiled and computes in float64. `times` times
 `tiledsched.flex`, FlexAttention compiled, FlexAttention on its FLASH backend where that is installed, and for a dense bias also
 torch's `scaled_dot_product_attention`. All are given their masks' blocks, are captured in CUDA graphs, take turns, and are timed
-behind a flush of the L2 cache. `compiles` calls each variant again with other contents of its arrays, and counts programs and plans.
+behind a flush of the L2 cache. `compiles` calls each variant again with other contents of its arrays, and times these calls.
 """
 
 from __future__ import annotations
