@@ -642,6 +642,7 @@ def test_of_an_evaluated_function_types_are_promoted_and_shapes_broadcast():
     assert interpreter.evaluate(lambda row, column: True, *PLACES).tolist() == np.ones((77, 13), bool).tolist()
     assert interpreter.evaluate(lambda row, column: row < column, PLACES[0], PLACES[1][:, :0]).shape == (77, 0)
     assert interpreter.evaluate(lambda x, y: x + y, 2, 3).shape == ()
+    assert interpreter.evaluate(lambda x: 12 // x, np.array([1, 2, 3])).tolist() == [12, 6, 4]
 
 
 @pytest.mark.parametrize(
