@@ -1,0 +1,364 @@
+"""An author's own attention as a kernel: attention with functions of scores, found, named, tuned and checked like any other.
+
+The functions are tile code in cuTile's words (see :mod:`tiledsched.kernels.attention.mods`). What they say, and the values that
+they take from around them, are part of the kernel's name: other code is another kernel. The arrays that they read are run-time
+arguments, whose contents compile nothing anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import linecache
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy
+
+import tiledsched.core.fields as ts
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.errors import DeclarationError, ProblemError
+from tiledsched.core.fields import ArrayField
+from tiledsched.core.problem import KernelClass
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import is_library
+from tiledsched.kernels.attention import problem
+from tiledsched.kernels.attention.declaration import Attention
+from tiledsched.kernels.attention.scales import LOG2_E, default_scale
+from tiledsched.kernels.attention.similarity import FEW_ROWS
+from tiledsched.kernels.attention.tiling import combines_later, splits
+
+BLOCK = 128
+"""Query rows and keys of a block in lists of blocks."""
+HEAD = 2
+"""Numbers of a list before those of blocks; see :mod:`tiledsched.kernels.attention.mods`."""
+MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
+"""What a function that hides keys is given, before the arrays."""
+PLAIN = (bool, int, float, str, type(None))
+REFUSED = (
+    "it must be a function with a name in a file (def {example}(...): ...), a function that such a function returns, or a frozen "
+    "dataclass with __call__"
+)
+_known: dict[str, KernelClass] = {}
+
+
+def code_of(function: Any, what: str) -> list[Any]:
+    """What decides the machine code of a function: its text, and the values and functions that it takes from around it.
+
+    Args:
+        function: the function of an author.
+        what: its argument's name, for errors.
+
+    Raises:
+        DeclarationError: it is no such function, or takes something else than numbers, text, tuples and functions.
+    """
+    seen: set[int] = set()
+
+    def visit(value: Any, where: str) -> Any:
+        if isinstance(value, PLAIN):
+            return repr(value)
+        if isinstance(value, tuple):
+            return [visit(each, where) for each in value]
+        if id(value) in seen:
+            return "again"
+        seen.add(id(value))
+        if isinstance(value, FunctionType) and value.__name__ != "<lambda>":
+            return [source_of(value, what), *taken_by(value, where)]
+        if dataclasses.is_dataclass(type(value)) and callable(value) and type(value).__dataclass_params__.frozen:
+            own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            parts = [visit(each, f"{where}, which holds {name}") for name, each in own.items()]
+            return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
+        if isinstance(value, ModuleType) or is_library(str(getattr(value, "__module__", None) or "")):
+            return getattr(value, "__qualname__", getattr(value, "__name__", repr(value)))
+        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; " + REFUSED.format(example=what))
+
+    def taken_by(each: FunctionType, where: str) -> list[Any]:
+        outer = inspect.getclosurevars(inspect.unwrap(each))
+        return [
+            [name, visit(value, f"{where}, which reads {name}")]
+            for name, value in sorted({**outer.globals, **outer.nonlocals}.items())
+        ]
+
+    return [type(function).__name__, visit(function, what)]
+
+
+def source_of(function: FunctionType, what: str) -> str:
+    """The text of a function without comments, docstrings and places.
+
+    Raises:
+        DeclarationError: its text lies in no file.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError) as error:
+        raise DeclarationError(
+            f"{what}: the text of {function.__qualname__} lies in no file, and the compiler reads it; put it into one"
+        ) from error
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(node, ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
+            node.body = body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def flex_attention(
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    arrays: Mapping[str, ArrayField] | None = None,
+) -> KernelClass:
+    """The kernel of attention with an author's own functions.
+
+    Assign it to a name in a module, and `tiledsched tune module.py:name` tunes it; `tiledsched.flex` with the same functions is
+    then served by what was measured.
+
+    Args:
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx, *arrays)`, the new score; see `tiledsched.flex`.
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key.
+        arrays: by name, what the functions take in this order, declared with `tiledsched.array`: its shape in the dims of
+            attention (batch, heads, kv_heads, seq_q, seq_k, head_dim) or numbers, and its type.
+
+    Raises:
+        DeclarationError: neither function is given, one cannot be compiled, or takes another number of arrays.
+    """
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    fields = dict(arrays or {})
+    for name, each in fields.items():
+        if not isinstance(each, ArrayField):
+            raise DeclarationError(
+                f'arrays: {name} must be declared, as in ts.array("heads", dtype="float32"), got {each!r}'
+            )
+        if not name.isidentifier() or name in Attention.array_fields or name in Attention.fields or name.isupper():
+            raise DeclarationError(
+                f"arrays: the name {name!r} is taken or no name of a variable; call it something else"
+            )
+    found = variant(score_mod, mask_mod, [(rank_of(each), each.dtype or "dtype") for each in fields.values()])
+    declare(found, fields, caller)
+    return found
+
+
+def rank_of(field: ArrayField) -> int:
+    """Axes of a declared array."""
+    if isinstance(field.shape, str):
+        return len(field.shape.split())
+    raise DeclarationError('arrays: a shape is text, as in "batch seq_k"')
+
+
+def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
+    """The kernel of two functions and arrays of so many axes and such types, which is made at first.
+
+    Raises:
+        DeclarationError: as :func:`flex_attention`.
+    """
+    if score_mod is None and mask_mod is None:
+        raise DeclarationError("give score_mod or mask_mod; attention without either is tiledsched.sdpa")
+    key = (score_mod, mask_mod, *arrays)
+    try:
+        return _by_functions[key]
+    except (KeyError, TypeError):
+        pass
+    given = {"score_mod": score_mod, "mask_mod": mask_mod}
+    code = {what: code_of(each, what) for what, each in given.items() if each is not None}
+    for what in code:
+        check_parameters(given[what], what, len(arrays))
+    identity = stable_id([code, [list(each) for each in arrays]], 8)
+    words = "_".join(dict.fromkeys(word_of(given[what]) for what in code))
+    name = f"flex_{words}_{identity}"
+    if name not in _known:
+        _known[name] = make(name, identity, score_mod, mask_mod, arrays)
+    found = _known[name]
+    _by_functions[key] = found
+    return found
+
+
+_by_functions: dict[Any, KernelClass] = {}
+
+
+def word_of(function: Any) -> str:
+    """The name of a function, or of the class of an object."""
+    return str(getattr(function, "__name__", type(function).__name__)).strip("_").lower()
+
+
+def check_parameters(function: Any, what: str, count: int) -> None:
+    """Make sure that a function can be called with so many arrays.
+
+    Raises:
+        DeclarationError: it cannot.
+    """
+    taken = (("score",) if what == "score_mod" else ()) + MASK_PARAMETERS
+    try:
+        inspect.signature(function).bind(*taken, *range(count))
+    except TypeError as error:
+        wanted = ", ".join([*taken, *(f"array{place}" for place in range(count))])
+        raise DeclarationError(f"{what}: {word_of(function)} must take ({wanted}): {error}") from error
+
+
+def reads(function: Any, name: str) -> bool:
+    """Whether a function reads what it is given in the place of one of :data:`MASK_PARAMETERS`."""
+    code = getattr(function, "__code__", None)
+    if code is None:  # an object
+        return True
+    own = code.co_varnames[MASK_PARAMETERS.index(name)]
+    tree = ast.parse(source_of(function, "mask_mod"))
+    return any(isinstance(each, ast.Name) and each.id == own for each in ast.walk(tree))
+
+
+def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) -> None:
+    """Give the arrays of a kernel the names and shapes that its author declares, for inputs that a tune makes."""
+    own = dict(zip(kernel.mod_arrays, fields.values(), strict=True))  # type: ignore[attr-defined]
+    kernel.array_fields = {**kernel.array_fields, **own}
+    kernel.declared_in = module  # type: ignore[attr-defined]
+
+
+def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
+    """A new kernel; see :func:`variant`."""
+    names = tuple(f"array{place}" for place in range(len(arrays)))
+    fields = {
+        each: ts.array(" ".join("1" * rank), dtype=dtype) for each, (rank, dtype) in zip(names, arrays, strict=True)
+    }
+    per_batch = mask_mod is not None and reads(mask_mod, "b")
+    per_head = mask_mod is not None and reads(mask_mod, "h")
+    listed = lambda p: mask_mod is not None and p.seq_q > FEW_ROWS  # noqa: E731
+    body = {
+        "__module__": __name__,
+        "__doc__": f"Attention with {name.removeprefix('flex_').rpartition('_')[0]}.",
+        "name": name,
+        "suites": {},
+        "default_suite": "",
+        "derived": Attention.derived
+        | {
+            "has_features": lambda p: True,
+            "listed": listed,
+            "mask_batch": lambda p: p.batch if per_batch else 1,
+            "mask_heads": lambda p: p.heads if per_head else 1,
+            "row_blocks": lambda p: -(-p.seq_q // BLOCK),
+            "list_length": lambda p: HEAD + -(-p.seq_k // BLOCK),
+        },
+        "constraints": CONSTRAINTS,
+        "mods": (score_mod, mask_mod),
+        "mod_arrays": names,
+        "identity": identity,
+        "declared_in": "",
+        "Blocks": ts.array("mask_batch mask_heads row_blocks list_length", dtype="int32", when="listed"),
+        "scale_log2": ts.scalar(lambda p: LOG2_E if score_mod else default_scale(p) * LOG2_E, dtype="float32"),
+        "cap_scale": ts.scalar(lambda p: default_scale(p) if score_mod else 0.0, dtype="float32"),
+        **fields,
+        **{each.__name__: staticmethod(each) for each in (canonical, constants, entry, launches)},
+        **{each.__name__: classmethod(each) for each in (source_hash, locator)},
+    }
+    return type(name, (Attention,), body)
+
+
+CONSTRAINTS: Mapping[str, str] = {
+    "flat_steps == 0": "a flat loop has no functions of scores",
+    "not listed or (tile_m * q_subtiles // (group_rows if pack_gqa else 1) <= 128 and tile_n * kv_subtiles <= 128)": (
+        "tiles of rows and steps over keys lie in one block of 128"
+    ),
+    "not listed or (unroll == 1 and kv_direction == 'forward' and kv_splits == 1)": "steps follow the list of blocks",
+    "not listed or not pack_gqa or mask_heads == 1": "the heads of a tile have one list of blocks",
+    "not listed or check_bounds or seq_k % 128 == 0": "a block at the edge has tiles behind the last key",
+}
+
+
+def canonical(values: dict[str, Any]) -> dict[str, Any]:
+    """As for attention. Refused are the features that a function of the author's says better.
+
+    Raises:
+        ProblemError: one of them is asked for.
+    """
+    for refused in ("softcap", "starts", "packed", "page"):
+        if values[refused]:
+            raise ProblemError(f"{refused} is not combined with score_mod and mask_mod; say it in one of them")
+    return problem.canonical(values)
+
+
+def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
+    """The compile-time constants, as the kernels name them."""
+    score_mod, mask_mod = p.declaration.mods
+    size = BLOCK if p.listed else 0
+    more = {
+        "SCORE_MOD": score_mod is not None,
+        "MASK_MOD": mask_mod is not None,
+        "BLOCK_ROWS": size,
+        "BLOCK_KEYS": size,
+    }
+    found = {**Attention.constants(p, s), **more}
+    return found | {"EVEN": found["EVEN"] and (not size or p.seq_k % size == 0)}
+
+
+def entry(p: Any, s: Schedule) -> Callable[..., None]:
+    """The kernel of a problem and schedule."""
+    ending = "_share" if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
+    return entry_of(p.declaration, ending, p.wide)
+
+
+@functools.lru_cache(maxsize=256)
+def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
+    """The kernel function with the functions of an author, from text that cuTile finds where Python keeps the text of modules."""
+    from tiledsched.kernels.attention import entries, mods
+    from tiledsched.kernels.attention.entries_source import VARIANT, variant_source
+
+    text = variant_source(ending, kernel.mod_arrays)
+    file = f"<{kernel.name}{ending}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    names: dict[str, Any] = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
+    exec(compile(text, file, "exec"), names)  # which this package wrote
+    found: Callable[..., None] = names[f"{VARIANT}{ending}"]
+    wider: Callable[..., None] = entries.widened(found) if wide else found
+    return wider
+
+
+def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
+    """As for attention, with the kernel of this module first."""
+    return [(entry(p, s), Attention.grid(p, s, device)), *Attention.launches(p, s, device)[1:]]
+
+
+def source_hash(kernel: Any) -> str:
+    """Hash of the source of attention and of the author's functions."""
+    return stable_id([Attention.source_hash(), kernel.identity])
+
+
+def locator(kernel: Any) -> str:
+    """`module:name` or `/path/file.py:name`: where another process finds the kernel.
+
+    Raises:
+        DeclarationError: no module has it under a name.
+    """
+    module = sys.modules.get(kernel.declared_in)
+    for name, value in vars(module).items() if module else ():
+        if value is kernel:
+            holder = type(name, (), {"__module__": kernel.declared_in})
+            return str(Attention.locator.__func__(holder))  # type: ignore[attr-defined]
+    raise DeclarationError(
+        f"{kernel.name} has no name in a module; write my_attention = tiledsched.flex_attention(...) in a file, and tune that"
+    )
+
+
+def list_blocks(xp: Any, visible: Any) -> Any:
+    """The lists of blocks of a mask `[batches, heads, seq_q, seq_k]`; see :mod:`tiledsched.kernels.attention.mods`."""
+    batches, heads, rows, keys = visible.shape
+    row_blocks, key_blocks = -(-rows // BLOCK), -(-keys // BLOCK)
+    found = numpy.zeros((batches, heads, row_blocks, HEAD + key_blocks), numpy.int32)
+    for index in numpy.ndindex(batches, heads, row_blocks):
+        part = visible[index[0], index[1], index[2] * BLOCK : (index[2] + 1) * BLOCK]
+        starts = xp.arange(0, keys, BLOCK)
+        some = xp.logical_or.reduceat(part.any(axis=0), starts)
+        every = xp.logical_and.reduceat(part.all(axis=0), starts)
+        if keys % BLOCK:  # the mask hides what lies behind the last key
+            every[-1] = False
+        partial, full = (numpy.flatnonzero(each) for each in (some & ~every, every))
+        found[index][:HEAD] = len(partial), len(partial) + len(full)
+        found[index][HEAD : HEAD + len(partial)] = partial
+        if len(full):
+            found[index][-len(full) :] = full[::-1]
+    return found
