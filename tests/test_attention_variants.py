@@ -206,7 +206,9 @@ def test_the_page_shows_the_code_of_the_file_and_a_picture_of_each():
         PAGE.write_text(page, encoding="utf-8")
     assert re.findall(r"\n```python\n(def .*?)\n```", page, re.DOTALL) == functions
     assert re.findall(r"\]\(images/attention/(\w+)\.svg\)", page) == [*CASES]
-    assert re.findall(r"^\|\[.*?\|`(?:mask|score)_mod=(\w+)", page, re.MULTILINE) == [*CASES]
+    assert re.findall(r"^\|\[.*?\]\(#.*?\)\|`(\w+)_mod`\|`(\w+)", page, re.MULTILINE) == [
+        ("score" if scores_of(name) else "mask", name) for name in CASES
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
