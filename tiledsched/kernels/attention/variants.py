@@ -273,7 +273,7 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
             each.__name__: staticmethod(each)
             for each in (canonical, constants, entry, launches, inputs, reference, adversarial)
         },
-        **{each.__name__: classmethod(each) for each in (source_hash, locator)},
+        **{each.__name__: classmethod(each) for each in (source_hash, locator, small)},
     }
     return type(name, (Attention,), body)
 
@@ -427,9 +427,8 @@ def evaluated(kernel: Any, what: str, *values: Any, arrays: Mapping[str, Any]) -
     try:
         return evaluate(function, *values, arrays=[arrays[name] for name in kernel.mod_arrays])
     except InterpreterError as error:
-        place = author_line(error.__cause__ or error) or function_line(
-            getattr(function, "__code__", None) and function or type(function).__call__
-        )
+        written = function if isinstance(function, FunctionType) else type(function).__call__
+        place = author_line(error.__cause__ or error) or function_line(written)
         raise DeclarationError(f"{place}: {what}: {str(error).removesuffix(f' ({place})')}") from error
 
 
@@ -476,6 +475,17 @@ def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterato
     more = {name: own[name] for name in (*p.declaration.mod_arrays, "Blocks") if name in own}
     case = adversarial_case(xp, rng, p, lambda found: right({**found, **more}))
     yield Case(case.kinds, {**case.inputs, **more}, case.expected)
+
+
+def small(kernel: Any) -> list[Any]:
+    """Problems of some blocks that no tile divides, and of so few rows that there are no lists."""
+    make = kernel.problem
+    return [
+        make(seq_q=200, seq_k=300, head_dim=32, heads=2, kv_heads=1, batch=2),
+        make(seq_q=150, seq_k=270, head_dim=40, heads=2, dtype="bfloat16", lse=True),
+        make(seq_q=50, seq_k=130, head_dim=32, heads=4, kv_heads=2, lse=True),
+        make(seq_q=1, seq_k=200, head_dim=64, heads=4, kv_heads=1, batch=2),
+    ]
 
 
 def list_blocks(xp: Any, visible: Any) -> Any:
