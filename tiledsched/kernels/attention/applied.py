@@ -15,6 +15,8 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.entries_source import compiled
+
 TILE = 64
 SOURCE = """def apply_mods({arrays}Scores: ct.Array, b: int, h: int, first: int):
     apply_to_tile(SCORE, MASK, ({names}), Scores, b, h, first)
@@ -37,12 +39,7 @@ def apply_to_tile(score, mask, arrays, Scores, b, h, first):
 
 @functools.lru_cache(maxsize=256)
 def _entry_of(kernel: Any, scored: bool) -> Any:
-    from tiledsched.kernels.attention.variants import compiled
-
-    arrays, names = (
-        "".join(f"{each}: ct.Array, " for each in kernel.mod_arrays),
-        "".join(f"{each}, " for each in kernel.mod_arrays),
-    )
+    arrays, names = ("".join(form.format(each) for each in kernel.mod_arrays) for form in ("{}: ct.Array, ", "{}, "))
     found = {**globals(), "SCORE": kernel.mods[0] if scored else None, "MASK": kernel.mods[1]}
     text = SOURCE.format(arrays=arrays, names=names)
     return ct.kernel(compiled(f"<{kernel.name}_applied_{scored}>", text, found, "apply_mods"))

@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import linecache
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -329,21 +328,13 @@ def entry(p: Any, s: Schedule) -> Callable[..., None]:
 def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
     """The kernel function with the functions of an author, from text that cuTile finds where Python keeps the text of modules."""
     from tiledsched.kernels.attention import entries, mods
-    from tiledsched.kernels.attention.entries_source import VARIANT, variant_source
+    from tiledsched.kernels.attention.entries_source import VARIANT, compiled, variant_source
 
     names: dict[str, Any] = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
     text = variant_source(ending, kernel.mod_arrays)
     found = compiled(f"<{kernel.name}{ending}>", text, names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
     return wider
-
-
-def compiled(file: str, text: str, names: dict[str, Any], function: str) -> Callable[..., None]:
-    """A function of this package's text, which finds `names`; cuTile finds the text where Python keeps that of modules."""
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), names)
-    found: Callable[..., None] = names[function]
-    return found
 
 
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
