@@ -30,6 +30,7 @@ from tiledsched.kernels.attention.variants import (
     drawn_arrays,
     locator,
     source_hash,
+    try_out,
     word_of,
 )
 
@@ -79,6 +80,7 @@ def lists_kernel(mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClas
     identity = stable_id([code_of(mask_mod, "mask_mod"), [list(each) for each in arrays]], 8)
     name = f"block_lists_{word_of(mask_mod)}_{identity}"
     if name not in _known:
+        try_out(None, mask_mod, arrays)
         _known[name] = _make(name, identity, mask_mod, arrays)
     return _known[name]
 

@@ -182,6 +182,7 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) ->
     words = "_".join(dict.fromkeys(word_of(given[what]) for what in code))
     name = f"flex_{words}_{identity}"
     if name not in _known:
+        try_out(score_mod, mask_mod, arrays)
         _known[name] = make(name, identity, score_mod, mask_mod, arrays)
     found = _known[name]
     _by_functions[key] = found
@@ -305,7 +306,6 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     """The compile-time constants, as the kernels name them."""
     score_mod, mask_mod = p.declaration.mods
     size = BLOCK if p.listed else 0
-    full = size and not (p.causal or p.lengths)  # whether the list says which steps need no mask
     more = {
         "SCORE_MOD": score_mod is not None,
         "MASK_MOD": mask_mod is not None,
@@ -315,7 +315,8 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     found = {**Attention.constants(p, s), **more}
     return found | {
         "EVEN": found["EVEN"] and (not size or p.seq_k % size == 0),
-        "LOOP_SPLIT": found["LOOP_SPLIT"] and bool(mask_mod is None or full),
+        "LOOP_SPLIT": found["LOOP_SPLIT"]
+        and not (size and (p.causal or p.lengths)),  # lists know the author's mask only
     }
 
 
@@ -406,7 +407,13 @@ def rows_at_once(seq_k: int) -> int:
 
 def mask_of_rows(p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
     """`[count, seq_k]`, NumPy: which keys each row from `first` on sees, as the author's function says."""
-    return evaluated(p.declaration, "mask_mod", *indices(p, b, h, first, count), arrays=arrays)
+    mask_mod = p.declaration.mods[1]
+    return evaluated(mask_mod, "mask_mod", *indices(p, b, h, first, count), arrays=in_order(p, arrays))
+
+
+def in_order(p: Any, arrays: Mapping[str, Any]) -> list[Any]:
+    """The arrays that the functions of an author take."""
+    return [arrays[name] for name in p.declaration.mod_arrays]
 
 
 def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
@@ -415,28 +422,58 @@ def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
     return b, h, rows[:, None], numpy.arange(p.seq_k, dtype=numpy.int32)[None]
 
 
-def evaluated(kernel: Any, what: str, *values: Any, arrays: Mapping[str, Any]) -> Any:
+def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> Any:
     """What a function of an author's returns for arrays of any size, in NumPy.
 
     Raises:
-        DeclarationError: it fails, or what it returns has another shape; the message begins with its place.
+        DeclarationError: it fails, returns another shape, or is a mask that is not boolean; the message begins with the place.
     """
-    from tiledsched.interpreter import InterpreterError, evaluate
+    from tiledsched.interpreter import InterpreterError, UnsupportedOperationError, evaluate
 
-    function = kernel.mods[what == "mask_mod"]
+    written = function if isinstance(function, FunctionType) else type(function).__call__
     try:
-        return evaluate(function, *values, arrays=[arrays[name] for name in kernel.mod_arrays])
+        found = evaluate(function, *values, arrays=arrays)
+    except UnsupportedOperationError:
+        raise
     except InterpreterError as error:
-        written = function if isinstance(function, FunctionType) else type(function).__call__
         place = author_line(error.__cause__ or error) or function_line(written)
         raise DeclarationError(f"{place}: {what}: {str(error).removesuffix(f' ({place})')}") from error
+    if what == "mask_mod" and found.dtype != bool:
+        raise DeclarationError(
+            f"{function_line(written)}: mask_mod: {word_of(function)} must return booleans, as comparisons do, got {found.dtype}"
+        )
+    return found
+
+
+def try_out(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> None:
+    """Evaluate the functions of an author on a few rows and keys and on arrays of zeros, so that an error names the line before
+    anything is compiled.
+
+    Raises:
+        DeclarationError: as :func:`evaluated`.
+    """
+    from tiledsched.interpreter import UnsupportedOperationError
+    from tiledsched.interpreter.launch import element_type
+
+    zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
+    rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
+    try:
+        if score_mod is not None:
+            evaluated(score_mod, "score_mod", numpy.zeros((4, 4), numpy.float32), 0, 0, rows, keys, arrays=zeros)
+        if mask_mod is not None:
+            evaluated(mask_mod, "mask_mod", 0, 0, rows, keys, arrays=zeros)
+    except UnsupportedOperationError:  # the compiler may know it
+        pass
+    except DeclarationError as error:
+        if "check_bounds=False" not in str(error):  # how large arrays are, only a call knows
+            raise
 
 
 def reference(
     xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Any, **arrays: Any
 ) -> tuple[Any, Any]:
     """The output and the log-sum-exp of each row in the precision of the inputs, with the author's own functions."""
-    kernel, (score_mod, mask_mod) = p.declaration, p.declaration.mods
+    score_mod, mask_mod = p.declaration.mods
     last: dict[Any, Any] = {}
 
     def visible(b: int, h: int, first: int, count: int) -> Any:
@@ -449,8 +486,8 @@ def reference(
     def modified(scores: Any, b: int, h: int, first: int) -> Any:
         count = len(scores)
         if score_mod is not None:
-            places = indices(p, b, h, first, count)
-            scores = xp.asarray(evaluated(kernel, "score_mod", to_host(scores), *places, arrays=arrays), scores.dtype)
+            given = (to_host(scores), *indices(p, b, h, first, count))
+            scores = xp.asarray(evaluated(score_mod, "score_mod", *given, arrays=in_order(p, arrays)), scores.dtype)
         return scores if mask_mod is None else xp.where(visible(b, h, first, count), scores, -xp.inf)
 
     out, lse = attention_and_lse(
