@@ -341,7 +341,7 @@ MUTATIONS = [
     ("heads, rows - variant.offset, columns, *variant.arrays)\n", "heads, rows, columns, *variant.arrays)\n", "both"),
     ("heads = head * const.GROUP + row", "heads = head + row", "packed slopes"),
     ("heads = head * const.GROUP + row", "heads = head * const.GROUP", "packed heads"),
-    ("if K.shape[2] == 0:", "if K.shape[2] < 0:", "no keys"),
+    ("K.shape[2] == 0:", "K.shape[2] < 0:", "no keys"),
     ("elif const.WINDOW:\n        i = i + ", "if const.WINDOW:\n        i = i + ", "near in a window"),
 ]
 """What stands in the tile code, what is put in its place, and the case that notices it."""
@@ -350,9 +350,11 @@ MUTATIONS = [
 @contextlib.contextmanager
 def faulty(old, new):
     variants.entry_of.cache_clear()
-    with mutated(MODULES, old, new):
-        yield
-    variants.entry_of.cache_clear()
+    try:
+        with mutated(MODULES, old, new):
+            yield
+    finally:
+        variants.entry_of.cache_clear()
 
 
 @pytest.mark.parametrize(("old", "new", "case"), MUTATIONS)
@@ -504,9 +506,11 @@ def sorts(score, b, h, q_idx, kv_idx):
     return score * sorted((2, 1))[0]
 
 
+SORTS = flex_attention(score_mod=sorts)
+
+
 @pytest.mark.compiler
 def test_what_only_the_compiler_refuses_is_told_with_its_line():
-    kernel = flex_attention(score_mod=sorts)
-    p, s = case_of(kernel, {}, {})
-    found = compile_task(BuildTask(kernel=kernel.locator(), problem=p, schedule=s, arch="sm_90"))
+    p, s = case_of(SORTS, {}, {})
+    found = compile_task(BuildTask(kernel=SORTS.locator(), problem=p, schedule=s, arch="sm_90"))
     assert f"(test_flex.py, line {sorts.__code__.co_firstlineno + 1})" in found.failure.message

@@ -20,13 +20,13 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.attention.entries_source import compiled
 from tiledsched.kernels.attention.variants import (
     BLOCK,
     HEAD,
     array_fields_of,
     blocks_of,
     code_of,
-    compiled,
     drawn_arrays,
     locator,
     source_hash,
