@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 
 import cuda.tile as ct
 import numpy as np
@@ -155,7 +156,7 @@ def test_the_cases_keep_what_the_space_says_must_hold():
 
 
 def test_check_runs_a_variant_whole():
-    rows = list(ts.check(BOTH, schedules=2))
+    rows = list(ts.check(BOTH, schedules=1))
     assert {row.problem for row in rows} == set(BOTH.small())
     assert [row.message for row in rows if not row.passed] == []
 
@@ -304,6 +305,40 @@ def test_lists_of_one_mask_are_one_kernel():
     assert lists_kernel(window(40), []) is not lists_kernel(window(41), [])
 
 
+def both_of(one, other):
+    def mask_mod(b, h, q_idx, kv_idx, *arrays):
+        return one(b, h, q_idx, kv_idx, *arrays) & other(b, h, q_idx, kv_idx)
+
+    return mask_mod
+
+
+@dataclass(frozen=True)
+class Either:
+    """Masks in an object."""
+
+    size: int
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return by_sequence(b, h, q_idx, kv_idx) | (q_idx - kv_idx < self.size)
+
+
+@pytest.mark.parametrize(
+    ("mask", "count", "batches", "heads"),
+    [
+        (causal, 0, 1, 1),
+        (same_document, 1, 2, 1),
+        (by_head, 0, 1, 4),
+        (both_of(causal, window(9)), 0, 1, 1),
+        (both_of(same_document, causal), 1, 2, 1),
+        (both_of(causal, both_of(causal, by_head)), 0, 1, 4),
+        (Either(9), 0, 2, 1),
+    ],
+)
+def test_a_mask_has_lists_for_each_sequence_and_head_that_it_reads(mask, count, batches, heads):
+    p = variants.variant(None, mask, [(2, "int32")] * count).problem(seq_q=99, seq_k=9, head_dim=8, batch=2, heads=4)
+    assert (p.mask_batch, p.mask_heads) == (batches, heads)
+
+
 def test_the_lists_of_a_long_document_mask_take_less_than_a_mebibyte():
     p = SAME.problem(seq_q=32768, seq_k=32768, head_dim=64, heads=16)
     assert p.declaration.array_spec("Blocks", p, None).bytes < 1 << 20
@@ -431,17 +466,19 @@ def one_head(score, b, h, q_idx, kv_idx, slopes):
 
 
 @pytest.mark.parametrize(
-    ("functions", "arrays", "message"),
+    ("functions", "arrays", "place", "message"),
     [
-        ({"score_mod": of_its_tile}, {}, "relative error"),
-        ({"mask_mod": mask_of_its_tile}, {}, "relative error"),
-        ({"score_mod": by_width}, {}, "relative error"),
-        ({"mask_mod": outside}, DOCUMENTS, "an index lies outside the shape"),
-        ({"score_mod": one_head}, SLOPES, f"(test_flex.py, line {one_head.__code__.co_firstlineno + 1})"),
+        ({"score_mod": of_its_tile}, {}, 0, "relative error"),
+        ({"mask_mod": mask_of_its_tile}, {}, 0, "relative error"),
+        ({"score_mod": by_width}, {}, 0, "relative error"),
+        ({"mask_mod": outside}, DOCUMENTS, 0, "an index lies outside the shape"),
+        ({"score_mod": one_head}, SLOPES, 2, f"(test_flex.py, line {one_head.__code__.co_firstlineno + 1})"),
     ],
 )
-def test_check_finds_a_mistake_in_a_function(functions, arrays, message):
-    rows = list(ts.check(flex_attention(**functions, arrays=arrays), schedules=4))
+def test_check_finds_a_mistake_in_a_function(functions, arrays, place, message):
+    """On one of the problems that a check runs."""
+    kernel = flex_attention(**functions, arrays=arrays)
+    rows = list(ts.check(kernel, [kernel.small()[place]], schedules=4))
     assert any(message in row.message for row in rows if not row.passed)
 
 

@@ -8,9 +8,11 @@ arguments, whose contents compile nothing anew.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from tiledsched.core.fields import ArrayField
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_library
-from tiledsched.core.storage import to_float, to_host, to_storage
+from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.inputs import adversarial_case, places
@@ -181,7 +183,7 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) ->
     words = "_".join(dict.fromkeys(word_of(given[what]) for what in code))
     name = f"flex_{words}_{identity}"
     if name not in _known:
-        try_out(score_mod, mask_mod, arrays)
+        try_out({what: given[what] for what in code}, arrays)
         _known[name] = make(name, identity, score_mod, mask_mod, arrays)
     found = _known[name]
     _by_functions[key] = found
@@ -210,14 +212,25 @@ def check_parameters(function: Any, what: str, count: int) -> None:
         raise DeclarationError(f"{what}: {word_of(function)} must take ({wanted}): {error}") from error
 
 
-def reads(function: Any, name: str) -> bool:
-    """Whether a function reads what it is given in the place of one of :data:`MASK_PARAMETERS`."""
-    code = getattr(function, "__code__", None)
-    if code is None:  # an object
+def reads(function: Any, place: int) -> bool:
+    """Whether a function reads its argument at a place, or passes it to one that does."""
+    if not isinstance(function, FunctionType):
+        function, place = type(function).__call__, place + 1
+    if place >= function.__code__.co_argcount:  # one of *arrays
         return True
-    own = code.co_varnames[MASK_PARAMETERS.index(name)]
-    tree = ast.parse(source_of(function, "mask_mod"))
-    return any(isinstance(each, ast.Name) and each.id == own for each in ast.walk(tree))
+    own, outer = function.__code__.co_varnames[place], inspect.getclosurevars(function)
+    known = {
+        name: each for name, each in {**outer.globals, **outer.nonlocals}.items() if isinstance(each, FunctionType)
+    }
+    nodes = list(ast.walk(ast.parse(source_of(function, "mask_mod"))))
+    mentions = {each for each in nodes if isinstance(each, ast.Name) and each.id == own}
+    for call in nodes:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in known:
+            plain = itertools.takewhile(lambda each: not isinstance(each, ast.Starred), call.args)
+            mentions -= {
+                each for at, each in enumerate(plain) if each in mentions and not reads(known[call.func.id], at)
+            }
+    return bool(mentions)
 
 
 def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) -> None:
@@ -241,8 +254,8 @@ def array_fields_of(
 def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
     """A new kernel; see :func:`variant`."""
     names, fields, sides = array_fields_of(arrays)
-    per_batch = mask_mod is not None and reads(mask_mod, "b")
-    per_head = mask_mod is not None and reads(mask_mod, "h")
+    per_batch = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("b"))
+    per_head = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("h"))
     listed = lambda p: mask_mod is not None and p.seq_q > FEW_ROWS  # noqa: E731
     body = {
         "__module__": __name__,
@@ -382,13 +395,12 @@ def drawn_arrays(xp: Any, rng: Any, p: Any) -> tuple[dict[str, Any], dict[str, A
 
 def blocks_of(xp: Any, p: Any, arrays: Mapping[str, Any], batches: int, heads: int) -> Any:
     """The lists of blocks of a problem, for so many sequences and heads, from what the author's function says of each pair."""
-    found = numpy.empty((batches, heads, p.row_blocks, p.list_length), numpy.int32)
+    found = xp.empty((batches, heads, p.row_blocks, p.list_length), numpy.int32)
     for b, h in numpy.ndindex(batches, heads):
         for first in range(0, p.seq_q, chunk := -(-rows_at_once(p.seq_k) // BLOCK) * BLOCK):
             visible = mask_of_rows(xp, p, arrays, b, h, first, min(chunk, p.seq_q - first))
-            part = list_blocks(xp, visible[None, None])
-            found[b, h, first // BLOCK : first // BLOCK + part.shape[2]] = part[0, 0]
-    return xp.asarray(found)
+            found[b, h, first // BLOCK : (first + chunk) // BLOCK] = list_blocks(xp, visible[None, None])[0, 0]
+    return found
 
 
 def rows_at_once(seq_k: int) -> int:
@@ -431,12 +443,13 @@ def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> 
     Raises:
         DeclarationError: it fails, returns another shape, or is a mask that is not boolean; the message begins with the place.
     """
-    from tiledsched.interpreter import InterpreterError, UnsupportedOperationError, evaluate
+    from tiledsched.interpreter import InterpreterError, evaluate
+    from tiledsched.interpreter.values import OutsideError, UnsupportedOperationError
 
     written = function if isinstance(function, FunctionType) else type(function).__call__
     try:
         found = evaluate(function, *values, arrays=arrays)
-    except UnsupportedOperationError:
+    except (OutsideError, UnsupportedOperationError):
         raise
     except InterpreterError as error:
         place = author_line(error.__cause__ or error) or function_line(written)
@@ -448,28 +461,24 @@ def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> 
     return found
 
 
-def try_out(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> None:
+def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> None:
     """Evaluate the functions of an author on a few rows and keys and on arrays of zeros, so that an error names the line before
     anything is compiled.
 
     Raises:
         DeclarationError: as :func:`evaluated`.
     """
-    from tiledsched.interpreter import UnsupportedOperationError
     from tiledsched.interpreter.launch import element_type
+    from tiledsched.interpreter.values import OutsideError, UnsupportedOperationError
 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
     rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
-    try:
-        if score_mod is not None:
-            evaluated(score_mod, "score_mod", numpy.zeros((4, 4), numpy.float32), 0, 0, rows, keys, arrays=zeros)
-        if mask_mod is not None:
-            evaluated(mask_mod, "mask_mod", 0, 0, rows, keys, arrays=zeros)
-    except UnsupportedOperationError:  # the compiler may know it
-        pass
-    except DeclarationError as error:
-        if "check_bounds=False" not in str(error):  # how large arrays are, only a call knows
-            raise
+    for what, function in functions.items():
+        scores = [numpy.zeros((4, 4), numpy.float32)] if what == "score_mod" else []
+        with contextlib.suppress(
+            OutsideError, UnsupportedOperationError
+        ):  # only a call knows sizes and the compiler's words
+            evaluated(function, what, *scores, 0, 0, rows, keys, arrays=zeros)
 
 
 def reference(
@@ -477,14 +486,10 @@ def reference(
 ) -> tuple[Any, Any]:
     """The output and the log-sum-exp of each row in the precision of the inputs, with the author's own functions."""
     score_mod, mask_mod = p.declaration.mods
-    last: dict[Any, Any] = {}
 
+    @functools.lru_cache(maxsize=1)  # heads follow each other, which may have one mask
     def visible(b: int, h: int, first: int, count: int) -> Any:
-        place = b % p.mask_batch, h % p.mask_heads, first
-        if place not in last:
-            last.clear()
-            last[place] = mask_of_rows(xp, p, arrays, b, h, first, count)
-        return last[place]
+        return mask_of_rows(xp, p, arrays, b, h, first, count)
 
     def modified(scores: Any, b: int, h: int, first: int) -> Any:
         count = len(scores)
@@ -493,7 +498,11 @@ def reference(
         if score_mod is not None:
             given = (scores, *indices(p, b, h, first, count))
             scores = evaluated(score_mod, "score_mod", *given, arrays=in_order(p, arrays))
-        return scores if mask_mod is None else xp.where(visible(b, h, first, count), scores, -xp.inf)
+        return (
+            scores
+            if mask_mod is None
+            else xp.where(visible(b % p.mask_batch, h % p.mask_heads, first, count), scores, -xp.inf)
+        )
 
     out, lse = attention_and_lse(
         xp,
@@ -534,16 +543,15 @@ def list_blocks(xp: Any, visible: Any) -> Any:
     """The lists of blocks of a mask `[batches, heads, seq_q, seq_k]`; see :mod:`tiledsched.kernels.attention.mods`."""
     batches, heads, rows, keys = visible.shape
     row_blocks, key_blocks = -(-rows // BLOCK), -(-keys // BLOCK)
-    found = numpy.zeros((batches, heads, row_blocks, HEAD + key_blocks), numpy.int32)
-    for b, h, block in numpy.ndindex(batches, heads, row_blocks):
-        part = visible[b, h, block * BLOCK : (block + 1) * BLOCK]
-        padded = xp.zeros((len(part), key_blocks * BLOCK), bool)  # no block is full that crosses the last key
-        padded[:, :keys] = part
-        sides = padded.reshape(len(part), key_blocks, BLOCK)
-        some, every = to_host(sides.any(axis=(0, 2))), to_host(sides.all(axis=(0, 2)))
-        partial, full = (numpy.flatnonzero(each) for each in (some & ~every, every))
-        found[b, h, block, :HEAD] = len(partial), len(partial) + len(full)
-        found[b, h, block, HEAD : HEAD + len(partial)] = partial
-        if len(full):
-            found[b, h, block, -len(full) :] = full[::-1]
-    return found
+    padded = xp.zeros((batches, heads, row_blocks * BLOCK, key_blocks * BLOCK), bool)
+    padded[:, :, :rows, :keys] = visible
+    pairs = padded.reshape(batches, heads, row_blocks, BLOCK, key_blocks, BLOCK).sum(axis=(3, 5))
+    block, all_pairs = xp.arange(key_blocks), BLOCK * xp.minimum(rows - BLOCK * xp.arange(row_blocks), BLOCK)[:, None]
+    partial, full = (pairs > 0) & (pairs < all_pairs), pairs == all_pairs
+    place = xp.where(
+        full, 2 * key_blocks - block, xp.where(partial, block, key_blocks)
+    )  # those in no list come between
+    order = xp.argsort(place, axis=-1)
+    listed = xp.where(xp.take_along_axis(pairs, order, axis=-1) > 0, order, 0)
+    counts = xp.stack([partial.sum(axis=-1), (pairs > 0).sum(axis=-1)], axis=-1)
+    return xp.concatenate([counts, listed], axis=-1).astype(numpy.int32)
