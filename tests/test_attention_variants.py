@@ -4,6 +4,8 @@ import functools
 import io
 import itertools
 import math
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +14,11 @@ import numpy as np
 import pytest
 
 from docs.examples import attention_variants
+from docs.studies import attention_pictures
 from tiledsched.interpreter import evaluate
 
 FILE = Path(attention_variants.__file__)
+PAGE = FILE.parents[1] / "attention_variants.md"
 RNG = np.random.default_rng(1)
 PREFIX = np.array([5, 40], np.int32)
 DOCUMENTS = np.sort(RNG.integers(0, 6, (2, 93)), -1).astype(np.int32)
@@ -186,6 +190,41 @@ def test_a_mistake_in_a_variant_is_noticed(name, right, wrong):
     made = SimpleNamespace()
     exec(compile(f"{before}\ndef {name}({text.replace(right, wrong, 1)}", str(FILE), "exec"), vars(made))
     assert difference(made, name) > 1e-3
+
+
+# ---- the page and its pictures ---------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_code_of_the_file_and_a_picture_of_each():
+    """With WRITE_TABLES=1 the blocks of code are written anew."""
+    page, functions = PAGE.read_text(encoding="utf-8"), FILE.read_text(encoding="utf-8").rstrip().split("\n\n\n")[1:]
+    if os.environ.get("WRITE_TABLES") == "1":
+        for name, code in zip(CASES, functions, strict=True):
+            page = re.sub(
+                rf"```python\ndef {name}\(.*?```", lambda _, code=code: f"```python\n{code}\n```", page, flags=re.DOTALL
+            )
+        PAGE.write_text(page, encoding="utf-8")
+    assert re.findall(r"\n```python\n(def .*?)\n```", page, re.DOTALL) == functions
+    assert re.findall(r"\]\(images/attention/(\w+)\.svg\)", page) == [*CASES]
+    assert re.findall(r"^\|\[.*?\]\(#.*?\)\|`(\w+)_mod`\|`(\w+)", page, re.MULTILINE) == [
+        ("score" if scores_of(name) else "mask", name) for name in CASES
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_picture_is_what_the_function_gives(name):
+    """`python -m docs.studies.attention_pictures` draws them anew."""
+    made = attention_pictures.svg(attention_pictures.PICTURES[name])
+    assert (PAGE.parent / "images" / "attention" / f"{name}.svg").read_text(encoding="utf-8") == made
+    assert len(made) < 16_000
+
+
+def test_tiles_of_a_picture_are_full_partial_or_empty():
+    seen = np.ones((32, 64), bool)
+    seen[:16, 16:32], seen[3, 40], seen[16:, 32:] = False, False, np.eye(16, 32, dtype=bool)
+    found = attention_pictures.tile_classes(seen).tolist()
+    assert found == [["full", "empty", "partial", "full"], ["full", "full", "partial", "empty"]]
+    assert attention_pictures.runs(np.array([[1, 1, 0, 1], [0, 0, 0, 0]], bool)) == "M0 0h2v1H0zM3 0h1v1H3z"
 
 
 # ---- the compiler ----------------------------------------------------------------------------------------------------
