@@ -1,7 +1,7 @@
 """`flex`: attention with functions of the author's own that change scores and hide keys, on the schedule that the table names.
 
-As for `sdpa`, the first call of a shape makes a plan, and later calls find it and launch. A call that makes no plan reads nothing of
-the functions but which objects they are.
+As for `sdpa`, the first call of a shape makes a plan, and later calls find it and launch. Later calls do not read the text of the
+functions: they compare which objects they are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, re
 from tiledsched.ops.block_masks import (
     BlockMask,
     by_name,
-    find_lists,
     fill_lists,
+    find_lists,
     read_arrays,
     shape_of_lists,
     types_of,
@@ -48,8 +48,11 @@ NO_GRADIENTS = (
     "torch.nn.attention.flex_attention"
 )
 NO_TRANSFORMS = (
-    "flex is not served under vmap, jvp, grad and other transforms of torch.func; give it a batch axis, and call it outside of them"
+    "flex is not served under vmap, jvp, grad and other transforms of torch.func; give it a batch axis, and call it outside "
+    "of them"
 )
+FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "scale"})
+"""The arguments of :func:`flex` that make a call of `explain` one of `flex`."""
 _traced = torch.compiler.is_dynamo_compiling
 
 
@@ -104,32 +107,33 @@ def flex(
 
         out = tiledsched.flex(q, k, v, alibi, causal, arrays=(slopes,))
 
-    The functions are code of cuTile, compiled into the kernel, and are called for whole tiles: `b` is the number of the sequence, an
-    int32 scalar; `h` that of the query head, a scalar or `[rows, 1]`; `q_idx` and `kv_idx` are the numbers of rows and keys in
-    their sequence, int32 `[rows, 1]` and `[1, keys]`. Both functions take all arrays. They may be functions with a name in a
-    file, functions that such functions return, with the numbers, tuples and functions that these captured, and frozen dataclasses with
-    `__call__`; what they read from around them is read at their first call. New contents of arrays compile nothing.
+    The functions are code of cuTile, which is compiled into the kernel. They are called for whole tiles: `b` is the number of the
+    sequence, an int32 scalar; `h` that of the query head, a scalar or `[rows, 1]`; `q_idx` and `kv_idx` are the numbers of rows
+    and keys in their sequence, int32 `[rows, 1]` and `[1, keys]`. Both functions are given all arrays; one that reads none of
+    them ends with `*arrays`. A function must have a name and stand in a file; or be returned by such a function, whose numbers,
+    tuples and functions it may use; or be a frozen dataclass with `__call__`. What it reads from around it is read at its first
+    call. New contents of arrays compile nothing.
 
     Args:
         q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
             `[heads, seq_q, head_dim]`, and k and v alike.
         k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
         v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
-        score_mod: `score_mod(score, b, h, q_idx, kv_idx, *arrays)`, the new scores: `score` is float32 `[rows, keys]`, scaled, and
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx, *arrays)`, the new scores. `score` is float32 `[rows, keys]`, scaled;
             what is returned broadcasts to its shape.
-        mask_mod: `mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key, of a shape that broadcasts to `[rows, keys]`;
-            the block mask's unless given. Masks are applied after `score_mod`.
-        block_mask: the blocks of keys that `mask_mod` shows, as `tiledsched.block_mask` finds them. Unless given they are found in
-            each call, and once where there are no arrays.
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key, of a shape that broadcasts to
+            `[rows, keys]`; the block mask's function unless given. The mask is applied after `score_mod`.
+        block_mask: the blocks of keys that `mask_mod` shows, as `tiledsched.block_mask` finds them. Unless given they are found
+            once, or, if there are arrays, in each call.
         arrays: tensors on q's device that the functions read with `ct.gather`, in this order, of any strides. Integers of 64 bits
             are converted to 32 in each call.
         scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
         return_lse: return the log-sum-exp of each row's changed, masked scores, too: natural, float32 `[batch, heads, seq_q]`.
 
     Returns:
-        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. Rows that see no key
-        are zeros, and their log-sum-exp is minus infinity. Under autocast q, k and v are cast first, as for `sdpa`. Tensors on the
-        CPU are computed in float64 by the reference, slowly, with a warning.
+        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. A row that sees no
+        key is zeros, and its log-sum-exp is minus infinity. Under autocast q, k and v are cast first, as for `sdpa`. Tensors on
+        the CPU are computed in float64 by the reference, slowly, with a warning.
 
     Raises:
         DeclarationError: a function cannot be compiled, or takes another number of arrays.
@@ -157,15 +161,27 @@ def flex(
             if block_mask is not None:
                 of_mask = block_mask.key
             elif mask_mod is not None:  # its lists are those of a stream
-                of_mask = process.runtime.current_stream(q.get_device())
+                of_mask = _stream_of(q)
             given = (q, k, v, *arrays)
             ready = hot.find_ready(given, (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse))
             if ready is not None:
                 if ready.listed:
-                    given = (q, k, v, ready.find_lists(q, k, arrays) if block_mask is None else block_mask.lists, *arrays)
+                    given = (
+                        q,
+                        k,
+                        v,
+                        ready.find_lists(q, k, arrays) if block_mask is None else block_mask.lists,
+                        *arrays,
+                    )
                 result = launch_plan(ready.plan, given, None, False, True)
                 return (result[0], result[1].squeeze(-1)) if return_lse else result
     return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
+
+
+def _stream_of(q: Tensor) -> int | None:
+    """The stream that is current on q's device; None where no kernel runs."""
+    runtime = process.runtime
+    return runtime.current_stream(q.get_device()) if q.device.type == runtime.device_type else None
 
 
 class FlexCall(NamedTuple):
@@ -282,7 +298,7 @@ def attend(call: FlexCall) -> Any:
     return launch_first(cache, key, found, lambda plan: call.launch(plan, first=True), call.make_plan)
 
 
-def explain(
+def explain_flex(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -318,8 +334,8 @@ def _read_call(
         raise ProblemError(odd_scale(scale) or "q has no columns; head_dim must be 1 at least")
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and heads_grouped(q, k, v)):
         raise ProblemError(
-            "flex takes tensors [batch, heads, rows, columns] of one batch, heads a multiple of kv_heads, or three axes of each; got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; expand what is to be broadcast"
+            "flex takes tensors [batch, heads, rows, columns] of one batch, heads a multiple of kv_heads, or three axes of each; "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; expand what is to be broadcast"
         )
     is_here, is_empty = q.device.type == process.runtime.device_type, 0 in (*q.shape, k.shape[2], v.shape[3])
     reason = unserved(q, k, v, None, 0.0) if is_here and not is_empty else ""
@@ -344,12 +360,13 @@ def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
         ProblemError: that is none of ours, or of another function than the one given.
     """
     if not isinstance(block_mask, BlockMask):
-        raise ProblemError(
-            f"block_mask must be what tiledsched.block_mask returns, got {type(block_mask).__module__}.{type(block_mask).__name__}"
-        )
+        kind = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
+        raise ProblemError(f"block_mask must be what tiledsched.block_mask returns, got {kind}")
     own = block_mask.mask_mod
     if mask_mod not in (None, own) and variant_named(None, mask_mod, types) != variant_named(None, own, types):
-        raise ProblemError("mask_mod is another function than that of block_mask; give one of them, or make block_mask of mask_mod")
+        raise ProblemError(
+            "mask_mod is another function than that of block_mask; give one of them, or make block_mask of mask_mod"
+        )
     return own
 
 
@@ -363,8 +380,8 @@ def _check_sizes(block_mask: BlockMask, name: str, q: Any, k: Any) -> None:
     fits = lists.shape[0] in (1, wanted[0]) and lists.shape[1] in (1, wanted[1])
     if not fits or (block_mask.rows, block_mask.keys) != (q.shape[2], k.shape[2]) or lists.device != q.device:
         raise ProblemError(
-            f"block_mask is for {block_mask.rows} rows and {block_mask.keys} keys on {lists.device}, with lists {tuple(lists.shape)}; "
-            f"these tensors have {q.shape[2]} rows and {k.shape[2]} keys on {q.device}, and the mask function needs lists "
+            f"block_mask is for {block_mask.rows} rows and {block_mask.keys} keys on {lists.device}, with lists "
+            f"{tuple(lists.shape)}; these tensors have {q.shape[2]} rows and {k.shape[2]} keys on {q.device}, and need lists "
             f"{tuple(wanted)}, or 1 in place of the first two sizes; make one with tiledsched.block_mask(mask_mod, q, k, arrays)"
         )
 
@@ -373,6 +390,10 @@ def _attend(
     q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any, return_lse: bool
 ) -> Any:
     """Every other call: check it, call the operator, and have later calls like it go the short way."""
+    if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
+        raise UnsupportedError(
+            "flex takes no nested tensors; pack the sequences, and have mask_mod hide each from the others"
+        )
     check_tensors(q, k, v)
     if not _traced():
         if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, *read_arrays(arrays, q))):
@@ -390,10 +411,15 @@ def _attend(
     operator = flex_lse_operator if return_lse else flex_operator
     result = operator(q, k, v, call.lists, list(arrays), call.kernel, call.scale)
     if not _traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
-        of_mask = None if mask_mod is None else process.runtime.current_stream(q.get_device())
+        of_mask = None if mask_mod is None else _stream_of(q)
         of_mask = of_mask if block_mask is None else block_mask.key
         options = (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
-        _remember(call, call_key(*given, *options), block_mask is None, (score_mod, mask_mod, block_mask and block_mask.mask_mod))
+        _remember(
+            call,
+            call_key(*given, *options),
+            block_mask is None,
+            (score_mod, mask_mod, block_mask and block_mask.mask_mod),
+        )
     return result
 
 
