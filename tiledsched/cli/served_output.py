@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
 from tiledsched.core.device import arch_of
 from tiledsched.core.labels import labels_of
-from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
+from tiledsched.core.problem import Problem, rate_of, rate_text, unit_text
 from tiledsched.core.text import plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
@@ -333,7 +333,7 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
         cells: dict[Problem, dict[str, BenchRow]] = {}
         for row in found:
             cells.setdefault(row.problem, {})[row.method] = row
-        units = "/".join(dict.fromkeys(unit_of(problem) for problem in cells))
+        units = "/".join(dict.fromkeys(unit_text(problem) for problem in cells))
         print(f"{regime}: {units}, and in brackets the time of each method over ours")
         print_table(
             ("problem", *methods),

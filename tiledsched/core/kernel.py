@@ -139,7 +139,7 @@ class Kernel(Declaration):
         cls.scalar_fields = {name: value for name, value in found.items() if isinstance(value, Scalar)}
         if "name" not in own:
             cls.name = f"{registry.module_word(cls)}:{cls.__name__}"
-        if not cls.space:
+        if "space" not in own:
             cls.space = cls.name
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
         cls.requirements = _read_requirements(cls)

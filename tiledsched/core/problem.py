@@ -221,6 +221,12 @@ def unit_of(problem: Problem) -> str:
     return "TFLOP/s" if problem.flops else "GB/s"
 
 
+def unit_text(problem: Problem) -> str:
+    """The unit of the problem's rates for people, with what its FLOPs count where that is not the work done."""
+    counted = problem.declaration.counted if problem.known and problem.flops else ""
+    return f"{unit_of(problem)} {counted}".rstrip()
+
+
 def rate_of(problem: Problem, us: float) -> float:
     """The rate of a run that takes `us` microseconds, in the problem's unit."""
     return problem.tflops(us) if problem.flops else problem.gbps(us)
@@ -229,7 +235,7 @@ def rate_of(problem: Problem, us: float) -> float:
 def rate_text(problem: Problem, us: float, places: int = 0) -> str:
     """The rate of a run that takes `us` microseconds with its unit: `612 TFLOP/s`; empty where the kernel says neither FLOPs
     nor bytes."""
-    return f"{rate:.{places}f} {unit_of(problem)}" if (rate := rate_of(problem, us)) else ""
+    return f"{rate:.{places}f} {unit_text(problem)}" if (rate := rate_of(problem, us)) else ""
 
 
 def describe_values(values: Mapping[str, Value]) -> str:
@@ -270,7 +276,8 @@ class Declaration:
     name: ClassVar[str] = ""
     """The kernel's name in tables and in the database. The default is module and class."""
     space: ClassVar[str] = ""
-    """The kernel whose files of search spaces are its own, too, with the constraints that it adds. The default is its name."""
+    """The kernel whose files of search spaces are its own, too, with the constraints that it adds, and whose winners serve it
+    until it is tuned: its problems must have the same fields. The default is its name."""
     function: ClassVar[Any] = None
     """The cuTile kernel, decorated or not."""
     knobs: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -308,6 +315,8 @@ class Declaration:
     """Rivals whose first call in a process takes seconds. They serve where each call gains a microsecond or more."""
     is_called: ClassVar[bool] = False
     """Whether it is known from calls of `exhaustive_search` alone: its own program chooses, launches and measures."""
+    counted: ClassVar[str] = ""
+    """What follows the rates of problems in TFLOP/s where `flops` counts other work than is done, such as "of all pairs"."""
     cost: ClassVar[Cost] = Cost()
     """Least traffic and the model of a schedule's time."""
     similarity: ClassVar[Similarity] = Similarity()

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
-from tiledsched.core.problem import unit_of
+from tiledsched.core.problem import unit_of, unit_text
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
@@ -414,7 +414,7 @@ def run_text(taken: MeasurementSummary) -> str:
 
 def best_time(one: ProblemReport, timed: Timed) -> str:
     """A time of a problem and its rate."""
-    rate = f" ({figure(timed.rate)} {unit_of(one.problem)})" if timed.rate else ""
+    rate = f" ({figure(timed.rate)} {unit_text(one.problem)})" if timed.rate else ""
     return f"{figure(timed.us)} µs{rate}"
 
 

@@ -32,6 +32,7 @@ from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention.tiling import combines_later, splits
+from tiledsched.kernels.attention.variant_tuning import tuning_traits
 
 BLOCK = 128
 """Query rows and keys of a block in lists of blocks."""
@@ -233,12 +234,13 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "__module__": __name__,
         "__doc__": f"Attention with {name.removeprefix('flex_').rpartition('_')[0]}.",
         "name": name,
-        "suites": {},
-        "default_suite": "",
+        **tuning_traits(score_mod, mask_mod),
         "derived": Attention.derived
         | {
             "has_features": lambda p: True,
             "listed": listed,
+            "score_mod": lambda p: score_mod is not None,
+            "mask_mod": lambda p: mask_mod is not None,
             "mask_batch": lambda p: p.batch if per_batch else 1,
             "mask_heads": lambda p: p.heads if per_head else 1,
             "row_blocks": lambda p: -(-p.seq_q // BLOCK),
@@ -264,6 +266,9 @@ CONSTRAINTS: Mapping[str, str] = {
     "not listed or (tile_m * q_subtiles // (group_rows if pack_gqa else 1) <= 128 and tile_n * kv_subtiles <= 128)": (
         "tiles of rows and steps over keys lie in one block of 128"
     ),
+    "not loop_split or not mask_mod or (listed and not causal and not lengths)": (
+        "steps without a mask are those that lists tell, which know of no other mask"
+    ),
     "not listed or (unroll == 1 and kv_direction == 'forward' and kv_splits == 1)": "steps follow the list of blocks",
     "not listed or not pack_gqa or mask_heads == 1": "the heads of a tile have one list of blocks",
     "not listed or check_bounds or seq_k % 128 == 0": "a block at the edge has tiles behind the last key",
@@ -276,7 +281,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ProblemError: one of them is asked for.
     """
-    for refused in ("softcap", "starts", "packed", "page"):
+    for refused in ("softcap", "window", "window_right", "starts", "packed", "page"):
         if values[refused]:
             raise ProblemError(f"{refused} is not combined with score_mod and mask_mod; say it in one of them")
     return problem.canonical(values)

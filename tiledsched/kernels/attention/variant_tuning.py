@@ -1,0 +1,74 @@
+"""What the tuner asks of an author's own attention: its problems, what may be measured beside it, and what its schedules cost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiledsched.core.cost import PublishedTime
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.attention.declaration import Attention
+from tiledsched.kernels.attention.model import AttentionCost
+from tiledsched.kernels.attention.models import Values
+from tiledsched.kernels.attention.options import FIELDS
+from tiledsched.kernels.attention.suites import STANDARD, SUITES
+
+MASKS = ("causal", "alignment", *FIELDS)
+"""Fields of attention that an author's functions say in a problem's place."""
+
+
+class VariantCost(AttentionCost):
+    """As for attention, whose published figures say nothing of other work."""
+
+    def published(
+        self, p: Problem, s: Schedule, spec: ArchSpec, device_name: str, figures: Mapping[str, Any]
+    ) -> Sequence[PublishedTime]:
+        """No times: a rival does not know the author's functions."""
+        return ()
+
+
+def tuning_traits(score_mod: Any, mask_mod: Any) -> dict[str, Any]:
+    """What the class of an author's own attention has in its body for the tuner.
+
+    Other implementations of attention cannot be given functions in cuTile's words, so that none is a rival. A function that hides
+    keys makes the order of a row's sums depend on other rows: blocks that all 128 rows see come last. So no order of sums serves
+    every batch there.
+    """
+    return {
+        "space": Attention.name,
+        "suites": unmasked_suites(),
+        "default_suite": STANDARD,
+        "rivals": staticmethod(lambda p: {}),
+        "planning_rivals": (),
+        "compiled_rivals": (),
+        "batch_dims": () if mask_mod else Attention.batch_dims,
+        "cost": VariantCost(),
+        "counted": "of all pairs" if mask_mod else "",
+        "small": classmethod(lambda kernel: [kernel.problem(**each) for each in SMALL]),
+    }
+
+
+@functools.cache
+def unmasked_suites() -> Mapping[str, Sequence[Values]]:
+    """The suites of attention without masks, which the author's functions say, and without problems that have other features."""
+    found = {
+        name: [
+            {field: value for field, value in each.items() if field not in MASKS}
+            for each in problems
+            if FIELDS.keys().isdisjoint(each)
+        ]
+        for name, problems in SUITES.items()
+    }
+    return {name: problems for name, problems in found.items() if problems}
+
+
+SMALL: Sequence[Values] = (
+    {"seq_q": 80, "seq_k": 80, "head_dim": 64, "heads": 2},
+    {"seq_q": 150, "seq_k": 150, "head_dim": 32, "heads": 4, "kv_heads": 2, "dtype": "bfloat16", "lse": True},
+    {"seq_q": 33, "seq_k": 130, "head_dim": 40, "heads": 2},
+    {"seq_q": 3, "seq_k": 200, "head_dim": 64, "heads": 4, "kv_heads": 1, "batch": 2},
+)
+"""Problems with odd lengths, grouped heads and padded columns, each of which runs in a moment."""
