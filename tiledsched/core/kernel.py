@@ -108,7 +108,7 @@ MISSPELT = 0.8
 INTERNAL = frozenset(name for name in dir(Declaration) if not name.startswith("_")) - {
     *FUNCTIONS,
     *DATA,
-    *("function", "fields", "array_fields", "scalar_fields", "requirements"),  # of which all but the first are set here
+    *("function", "space", "fields", "array_fields", "scalar_fields", "requirements"),  # all but the first are set here
 }
 """What the rest of the package asks of a kernel, which no kernel may declare anew."""
 RESERVED = frozenset(dir(Declaration)) | {"kernel", "values", "id", "xp", "p", "s"}
@@ -283,7 +283,7 @@ def _check_fields(kernel: KernelClass) -> None:
         if name in mine:
             _fail(kernel, f"derived[{name!r}]", "there is a field of that name; call one something else")
     for name, each in kernel.array_fields.items():
-        _check_array(kernel, name, each)
+        check_array(kernel, name, each)
     if not any(each.role in ("out", "inout") for each in kernel.array_fields.values()):
         _fail(kernel, "function", "no array is an output; declare one with ts.out(...) or ts.inout(...)")
     if kernel.function is None and kernel.entry is None and kernel.launches is None:
@@ -302,7 +302,12 @@ def _check_fields(kernel: KernelClass) -> None:
             )
 
 
-def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
+def check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
+    """Check the declaration of an array.
+
+    Raises:
+        DeclarationError: it is wrong; the message begins with the kernel and the name.
+    """
     if isinstance(each.shape, str):
         allowed = {*kernel.fields, *kernel.derived, *(kernel.knobs if each.role == "workspace" else ())}
         unknown = sorted(_names(kernel, name, each.shape) - allowed)

@@ -7,6 +7,7 @@ A problem holds its kernel's declaration, and a declaration makes problems, so t
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ REPRESENTATIVE_SIZE = 256
 """The size of batch dims for which the one schedule is chosen that serves all their sizes, where none was tuned."""
 FILE_PREFIX = "tiledsched_file_"
 """How the names of modules begin that were loaded from a file."""
+VERSIONED = re.compile(r"(\w+)_[0-9a-f]{8}")
+"""The names of kernels that end in a hash of their code, so that other code is another kernel."""
 
 
 class Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import statistics
 from collections import Counter, defaultdict
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import unit_of, unit_text
-from tiledsched.core.registry import SHIPPED, kernel_named
+from tiledsched.core.registry import command_word, kernel_named
 from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.measure.runner import HOW
@@ -436,14 +435,9 @@ def command_of(report: Report, name: str, one: ProblemReport | None = None, *mor
 
 
 def target_of(report: Report, one: ProblemReport | None = None) -> list[str]:
-    """The words of a command that name the kernel and the arch of a report; with a problem, that too. A kernel of one's own is
-    named by its file, and one that is known from stored results by its name.
-    """
-    kernel = report.kernel
-    if kernel not in SHIPPED and not kernel_named(kernel).is_called:
-        kernel = kernel_named(kernel).locator()
+    """The words of a command that name the kernel and the arch of a report; with a problem, that too."""
     problem = ["-p", format_problem(one.problem)] if one else []
-    return [os.path.relpath(kernel) if os.path.isabs(kernel) else kernel, "--arch", report.arch, *problem]
+    return [command_word(kernel_named(report.kernel)), "--arch", report.arch, *problem]
 
 
 def _names(verdicts: Iterable[KnobVerdict]) -> str:

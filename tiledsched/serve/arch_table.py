@@ -15,6 +15,7 @@ from tiledsched.core.config import EXACT, INVARIANT
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import command_word
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.runner import GRAPHS, LAUNCHED, REGIMES
@@ -203,7 +204,7 @@ class ArchTable:
         if self.compiler:
             return (
                 f"tileiras {entry.compiler} built what was measured, and here is {self.compiler}: its machine code may be "
-                f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}"
+                f"another, and its time, too; run: tiledsched refresh {command_word(self.kernel)} --arch {entry.arch}"
             )
         if not entry.fingerprint or not at_hand:  # unknown, or nothing runs, and a call says so
             return ""

@@ -46,8 +46,8 @@ class AttentionSimilarity(Similarity):
         """What two problems must share so that the winner of one says much about the other.
 
         It is whether a mask skips keys; the padded head dimension; whether there are few query rows; if there are many, whether
-        heads are padded, because padded heads are loaded in column parts and leave other tiles room; and whether threads copy rows. Of few rows, a
-        mask that ends at the last key hides next to nothing, and counts as none.
+        heads are padded, because padded heads are loaded in column parts and leave other tiles room; and whether threads copy
+        rows. Of few rows, a mask that ends at the last key hides next to nothing, and counts as none.
         """
         few = p.mean_rows <= FEW_ROWS
         return (

@@ -24,6 +24,7 @@ import tiledsched.core.fields as ts
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import ArrayField
+from tiledsched.core.kernel import check_array
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_library
@@ -45,6 +46,7 @@ REFUSED = (
     "it must be a function with a name in a file (def {example}(...): ...), a function that such a function returns, or a frozen "
     "dataclass with __call__"
 )
+TAKEN = "from around it a function takes numbers, text, tuples of these and functions; pass an array in arrays=..."
 _known: dict[str, KernelClass] = {}
 
 
@@ -74,9 +76,15 @@ def code_of(function: Any, what: str) -> list[Any]:
             own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
             parts = [visit(each, f"{where}, which holds {name}") for name, each in own.items()]
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
-        if isinstance(value, ModuleType) or is_library(str(getattr(value, "__module__", None) or "")):
-            return getattr(value, "__qualname__", getattr(value, "__name__", repr(value)))
-        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; " + REFUSED.format(example=what))
+        module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
+        if is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
+            return f"{module}.{getattr(value, '__qualname__', value)}"
+        if isinstance(value, ModuleType):
+            raise DeclarationError(
+                f"{where}: what it takes of the module {module} is not known; write: from {module} import NAME"
+            )
+        wanted = REFUSED.format(example=what) if where == what else TAKEN
+        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; {wanted}")
 
     def taken_by(each: FunctionType, where: str) -> list[Any]:
         outer = inspect.getclosurevars(inspect.unwrap(each))
@@ -216,6 +224,8 @@ def reads(function: Any, name: str) -> bool:
 
 def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) -> None:
     """Give the arrays of a kernel the names and shapes that its author declares, for inputs that a tune makes."""
+    for name, each in fields.items():
+        check_array(kernel, f"arrays: {name}", each)
     own = dict(zip(kernel.mod_arrays, fields.values(), strict=True))  # type: ignore[attr-defined]
     kernel.array_fields = {**kernel.array_fields, **own}
     kernel.declared_in = module  # type: ignore[attr-defined]
