@@ -109,7 +109,7 @@ MISSPELT = 0.8
 INTERNAL = frozenset(name for name in dir(Declaration) if not name.startswith("_")) - {
     *FUNCTIONS,
     *DATA,
-    *("function", "space", "fields", "array_fields", "scalar_fields", "requirements"),  # all but the first are set here
+    *("function", "fields", "array_fields", "scalar_fields", "requirements"),  # of which all but the first are set here
 }
 """What the rest of the package asks of a kernel, which no kernel may declare anew."""
 RESERVED = frozenset(dir(Declaration)) | {"kernel", "values", "id", "xp", "p", "s"}
