@@ -281,6 +281,8 @@ class Declaration:
     space: ClassVar[str] = ""
     """The kernel whose files of search spaces are its own, too, with the constraints that it adds, and whose winners serve it
     until it is tuned: its problems must have the same fields. The default is its name."""
+    declared_in: ClassVar[str] = ""
+    """The module that declares the kernel, where the class is made by another one."""
     function: ClassVar[Any] = None
     """The cuTile kernel, decorated or not."""
     knobs: ClassVar[Mapping[str, Any]] = MappingProxyType({})

@@ -228,7 +228,7 @@ def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) 
         check_array(kernel, f"arrays: {name}", each)
     own = dict(zip(kernel.mod_arrays, fields.values(), strict=True))  # type: ignore[attr-defined]
     kernel.array_fields = {**kernel.array_fields, **own}
-    kernel.declared_in = module  # type: ignore[attr-defined]
+    kernel.declared_in = module
 
 
 def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
@@ -260,7 +260,6 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "mods": (score_mod, mask_mod),
         "mod_arrays": names,
         "identity": identity,
-        "declared_in": "",
         "Blocks": ts.array("mask_batch mask_heads row_blocks list_length", dtype="int32", when="listed"),
         "scale_log2": ts.scalar(lambda p: LOG2_E if score_mod else default_scale(p) * LOG2_E, dtype="float32"),
         "cap_scale": ts.scalar(lambda p: default_scale(p) if score_mod else 0.0, dtype="float32"),
@@ -276,9 +275,7 @@ CONSTRAINTS: Mapping[str, str] = {
     "not listed or (tile_m * q_subtiles // (group_rows if pack_gqa else 1) <= 128 and tile_n * kv_subtiles <= 128)": (
         "tiles of rows and steps over keys lie in one block of 128"
     ),
-    "not loop_split or not mask_mod or (listed and not causal and not lengths)": (
-        "steps without a mask are those that lists tell, which know of no other mask"
-    ),
+    "not loop_split or not listed or not (causal or lengths)": "lists of blocks know of no mask but the author's",
     "not listed or (unroll == 1 and kv_direction == 'forward' and kv_splits == 1)": "steps follow the list of blocks",
     "not listed or not pack_gqa or mask_heads == 1": "the heads of a tile have one list of blocks",
     "not listed or check_bounds or seq_k % 128 == 0": "a block at the edge has tiles behind the last key",
