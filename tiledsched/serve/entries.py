@@ -162,14 +162,14 @@ def load_entries(
     limit_s: float | None = READ_TIMEOUT_S,
 ) -> list[Entry]:
     """The entries that all layers serve together. The arguments are those of :func:`layers`."""
-    return [*combined(layers(settings, archs, kernel, limit_s=limit_s)), *_lent(settings, archs, kernel)]
+    return combined(layers(settings, archs, kernel, limit_s=limit_s))
 
 
-def _lent(settings: Settings, archs: Collection[str] | None, kernel: KernelClass | str) -> list[Entry]:
+def lent_entries(settings: Settings, archs: Collection[str] | None, kernel: KernelClass) -> list[Entry]:
     """The entries of the kernel whose search space another one has, by which that one is served until it is tuned; none of most
     kernels, which have a space of their own.
     """
-    if isinstance(kernel, str) or kernel.space == kernel.name:
+    if kernel.space == kernel.name:
         return []
     return combined(layers(settings, archs, kernel_named(kernel.space)))
 
@@ -202,7 +202,7 @@ def load_table(
     # Which entries lie near a problem depends on its batch.
     found = layers(settings, archs, kernel, near=settings.schedule_class != INVARIANT)
     near = Near(found, kernel) if any(layer.stored for layer in found) else None
-    entries = [*combined(found), *_lent(settings, archs, kernel)]
+    entries = [*combined(found), *lent_entries(settings, archs, kernel)]
     return table_of(entries, settings, kernel=kernel, spaces=spaces, near=near)
 
 

@@ -34,6 +34,7 @@ from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, Res
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
+from tiledsched.kernels.attention.similarity import skips_keys
 from tiledsched.kernels.attention.tiling import (
     ROWS_PER_WARP,
     combines_later,
@@ -190,9 +191,8 @@ def estimate_us(
         step_n=step_n,
         seq_q=problem.mean_rows,
         seq_k=problem.mean_keys,
-        causal=problem.causal,
-        first_key=problem.window_right
-        + (problem.mean_keys - problem.mean_rows if problem.alignment == "bottom_right" else 0),
+        causal=skips_keys(problem),
+        first_key=_first_key(problem),
         heads=problem.sequences * packs(problem, schedule),
         splits=shares,
         order=str(schedule["block_order"]),
@@ -215,6 +215,15 @@ def estimate_us(
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
     combined_us = (COMBINE_US if combines_later(problem, schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
     return LAUNCH_US + combined_us + smooth_max(compute_us, memory_us)
+
+
+def _first_key(problem: Problem) -> int:
+    """Keys after its own that row 0 sees under a causal mask. What lists of blocks hold is not known: they count as such a mask,
+    whose last row sees every key, because the winners that serve first were measured under one."""
+    after = problem.mean_keys - problem.mean_rows
+    if problem.listed and not problem.causal:
+        return max(0, after)
+    return int(problem.window_right + (after if problem.alignment == "bottom_right" else 0))
 
 
 def block_rows(schedule: Schedule) -> int:
