@@ -47,7 +47,6 @@ def tuning_traits(score_mod: Any, mask_mod: Any) -> dict[str, Any]:
         "batch_dims": () if mask_mod else Attention.batch_dims,
         "cost": VariantCost(),
         "counted": "of all pairs" if mask_mod else "",
-        "small": classmethod(lambda kernel: [kernel.problem(**each) for each in SMALL]),
     }
 
 
@@ -63,12 +62,3 @@ def unmasked_suites() -> Mapping[str, Sequence[Values]]:
         for name, problems in SUITES.items()
     }
     return {name: problems for name, problems in found.items() if problems}
-
-
-SMALL: Sequence[Values] = (
-    {"seq_q": 80, "seq_k": 80, "head_dim": 64, "heads": 2},
-    {"seq_q": 150, "seq_k": 150, "head_dim": 32, "heads": 4, "kv_heads": 2, "dtype": "bfloat16", "lse": True},
-    {"seq_q": 33, "seq_k": 130, "head_dim": 40, "heads": 2},
-    {"seq_q": 3, "seq_k": 200, "head_dim": 64, "heads": 4, "kv_heads": 1, "batch": 2},
-)
-"""Problems with odd lengths, grouped heads and padded columns, each of which runs in a moment."""

@@ -293,7 +293,6 @@ CONSTRAINTS: Mapping[str, str] = {
     "not listed or (tile_m * q_subtiles // (group_rows if pack_gqa else 1) <= 128 and tile_n * kv_subtiles <= 128)": (
         "tiles of rows and steps over keys lie in one block of 128"
     ),
-    "not loop_split or not listed or not (causal or lengths)": "lists of blocks know of no mask but the author's",
     "not listed or (unroll == 1 and kv_direction == 'forward' and kv_splits == 1)": "steps follow the list of blocks",
     "not listed or not pack_gqa or mask_heads == 1": "the heads of a tile have one list of blocks",
     "not listed or check_bounds or seq_k % 128 == 0": "a block at the edge has tiles behind the last key",
