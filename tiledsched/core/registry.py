@@ -447,17 +447,18 @@ def _reduced(problem: Problem) -> tuple[Any, ...]:
     return _restored, (problem.kernel, where, problem.values, problem.omitted)
 
 
-_places: dict[KernelClass, str] = {}
+_places: dict[tuple[KernelClass, str], str] = {}
 
 
 def _place(kernel: KernelClass) -> str:
     """Where another process finds a kernel; empty where no other process can, or not yet."""
-    if kernel not in _places:
+    key = kernel, kernel.declared_in
+    if key not in _places:
         try:
-            _places[kernel] = kernel.locator()
+            _places[key] = kernel.locator()
         except DeclarationError:
             return ""
-    return _places[kernel]
+    return _places[key]
 
 
 def command_word(kernel: KernelClass) -> str:

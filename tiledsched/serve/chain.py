@@ -117,8 +117,12 @@ class Question:
 
     @functools.cached_property
     def alike(self) -> Sequence[Entry]:
-        """The entries that were measured for problems of the same kind."""
-        return self.table.alike(self.problem)
+        """The entries that were measured for problems of the same kind; only the kernel's own where one of these is near."""
+        found, kernel = self.table.alike(self.problem), self.table.kernel
+        if kernel.space == kernel.name:
+            return found
+        own = [entry for entry in found if entry.kernel == kernel.name]
+        return own if self.nearest(own) <= NEIGHBOURHOOD else found
 
     @functools.cached_property
     def modelled(self) -> Sequence[Entry]:
