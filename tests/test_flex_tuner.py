@@ -253,13 +253,16 @@ def test_only_the_kernel_whose_space_it_has_lends_to_a_kernel() -> None:
     assert lent(entry(SCORED.problem(**SIZES), kernel=SCORED.name), LISTED) is None
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
-def test_no_rival_serves_or_races_a_variant(arch) -> None:
-    sizes = SIZES | {"seq_q": 16384, "seq_k": 16384, "head_dim": 64, "batch": 1, "heads": 8, "kv_heads": 8}
+@pytest.mark.parametrize(("arch", "head_dim", "heads"), [("sm_90", 128, 16), ("sm_121", 64, 8)])
+def test_no_rival_serves_or_races_a_variant(arch, head_dim, heads) -> None:
+    sizes = {"seq_q": 16384, "seq_k": 16384, "head_dim": head_dim, "heads": heads, "kv_heads": heads}
     for kernel in (LISTED, SCORED):
         p = kernel.problem(**sizes)
         table = load_table(Settings(db="/nonexistent/x.db"), kernel=kernel, archs={arch})
-        assert (table.resolve(p, arch).rivals, dict(kernel.rivals(p))) == ((), {})
+        found = table.resolve(p, arch)
+        assert "from plain attention: the " in found.reason
+        assert (found.rivals, dict(kernel.rivals(p))) == ((), {})
+        assert kernel.rivals is not Attention.rivals
     plain = load_table(Settings(db="/nonexistent/x.db"), kernel=Attention, archs={arch})
     assert plain.resolve(Attention.problem(**sizes), arch).rivals
 

@@ -1,4 +1,4 @@
-"""What the tuner asks of an author's own attention: its problems, what may be measured beside it, and what its schedules cost."""
+"""What the tuner asks of an author's own attention: its problems, what may be measured beside it, and how rates are stated."""
 
 from __future__ import annotations
 
@@ -6,28 +6,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiledsched.core.cost import PublishedTime
-from tiledsched.core.device import ArchSpec
-from tiledsched.core.problem import Problem
-from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.declaration import Attention
-from tiledsched.kernels.attention.model import AttentionCost
 from tiledsched.kernels.attention.models import Values
 from tiledsched.kernels.attention.options import FIELDS
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
 
 MASKS = ("causal", "alignment", *FIELDS)
 """Fields of attention that an author's functions say in a problem's place."""
-
-
-class VariantCost(AttentionCost):
-    """As for attention, whose published figures say nothing of other work."""
-
-    def published(
-        self, p: Problem, s: Schedule, spec: ArchSpec, device_name: str, figures: Mapping[str, Any]
-    ) -> Sequence[PublishedTime]:
-        """No times: a rival does not know the author's functions."""
-        return ()
 
 
 def tuning_traits(score_mod: Any, mask_mod: Any) -> dict[str, Any]:
@@ -46,7 +31,6 @@ def tuning_traits(score_mod: Any, mask_mod: Any) -> dict[str, Any]:
         "compiled_rivals": (),
         "batch_dims": () if mask_mod else Attention.batch_dims,
         "unordered": "takes blocks that all rows see after the others, whatever row it sums for" if mask_mod else "",
-        "cost": VariantCost(),
         "counted": "of all pairs" if mask_mod else "",
     }
 
