@@ -27,6 +27,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.cases import Case, drawn, random_inputs
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import ArrayField
+from tiledsched.core.kernel import check_array
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_library
@@ -39,6 +40,7 @@ from tiledsched.kernels.attention.reference import ROWS_PER_CHUNK, attention_and
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention.tiling import combines_later, splits
+from tiledsched.kernels.attention.variant_tuning import tuning_traits
 
 BLOCK = 128
 """Query rows and keys of a block in lists of blocks."""
@@ -57,6 +59,7 @@ REFUSED = (
 )
 MAX_FUNCTIONS = 1024
 """Pairs of functions that are found without reading their text: a function may be made anew in each call."""
+TAKEN = "from around it a function takes numbers, text, tuples of these and functions; pass an array in arrays=..."
 _known: dict[str, KernelClass] = {}
 
 
@@ -86,12 +89,15 @@ def code_of(function: Any, what: str) -> list[Any]:
             own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
             parts = [visit(each, f"{where}, which holds {name}") for name, each in own.items()]
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
-        is_partial = isinstance(value, functools.partial)  # of a module of Python's, but no code of it
-        if isinstance(value, ModuleType) or (
-            not is_partial and is_library(str(getattr(value, "__module__", None) or ""))
-        ):
-            return getattr(value, "__qualname__", getattr(value, "__name__", repr(value)))
-        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; " + REFUSED.format(example=what))
+        module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
+        if is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
+            return f"{module}.{getattr(value, '__qualname__', value)}"
+        if isinstance(value, ModuleType):
+            raise DeclarationError(
+                f"{where}: what it takes of the module {module} is not known; write: from {module} import NAME"
+            )
+        wanted = REFUSED.format(example=what) if where == what else TAKEN
+        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; {wanted}")
 
     def taken_by(each: FunctionType, where: str) -> list[Any]:
         outer = inspect.getclosurevars(inspect.unwrap(each))
@@ -250,9 +256,11 @@ def reads(function: Any, place: int) -> bool:
 
 def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) -> None:
     """Give the arrays of a kernel the names and shapes that its author declares, for inputs that a tune makes."""
+    for name, each in fields.items():
+        check_array(kernel, f"arrays: {name}", each)
     own = dict(zip(kernel.mod_arrays, fields.values(), strict=True))  # type: ignore[attr-defined]
     kernel.array_fields = {**kernel.array_fields, **own}
-    kernel.declared_in = module  # type: ignore[attr-defined]
+    kernel.declared_in = module
 
 
 def array_fields_of(
@@ -276,13 +284,14 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "__module__": __name__,
         "__doc__": f"Attention with {name.removeprefix('flex_').rpartition('_')[0]}.",
         "name": name,
-        "suites": {},
-        "default_suite": "",
+        **tuning_traits(score_mod, mask_mod),
         "derived": Attention.derived
         | sides
         | {
             "has_features": lambda p: True,
             "listed": listed,
+            "score_mod": lambda p: score_mod is not None,
+            "mask_mod": lambda p: mask_mod is not None,
             "mask_batch": lambda p: p.batch if per_batch else 1,
             "mask_heads": lambda p: p.heads if per_head else 1,
             "row_blocks": lambda p: -(-p.seq_q // BLOCK),
@@ -292,7 +301,6 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "mods": (score_mod, mask_mod),
         "mod_arrays": names,
         "identity": identity,
-        "declared_in": "",
         "Blocks": ts.array("mask_batch mask_heads row_blocks list_length", dtype="int32", when="listed"),
         "scale_log2": ts.scalar(lambda p: LOG2_E if score_mod else default_scale(p) * LOG2_E, dtype="float32"),
         "cap_scale": ts.scalar(lambda p: default_scale(p) if score_mod else 0.0, dtype="float32"),
@@ -323,7 +331,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ProblemError: one of them is asked for.
     """
-    for refused in ("softcap", "starts", "packed", "page"):
+    for refused in ("softcap", "window", "window_right", "starts", "packed", "page"):
         if values[refused]:
             raise ProblemError(f"{refused} is not combined with score_mod and mask_mod; say it in one of them")
     return problem.canonical(values)
