@@ -91,11 +91,6 @@ GROUP = {"heads": 4, "kv_heads": 2}
 CASES = {
     "documents": (SAME, {"batch": 2, **GROUP}, {}),
     "documents ahead": (SAME, {"batch": 2, "seq_q": 300}, AHEAD),
-    "documents in a window": (
-        SAME,
-        {"batch": 2, "causal": True, "window": 50, "window_right": 30},
-        {"loop_split": True},
-    ),
     "documents and lengths": (SAME, {"batch": 2, "lengths": True, "lse": True}, {"loop_split": True}),
     "one row": (SAME, {"batch": 2, "seq_q": 1, **GROUP}, LATER),
     "few rows": (SAME, {"batch": 2, "seq_q": 64, "lse": True}, {"loop_split": True}),
@@ -116,7 +111,6 @@ CASES = {
         {"seq_q": 150, "causal": True, "alignment": "bottom_right", "lse": True},
         {"loop_split": True},
     ),
-    "slopes in a window": (ALIBI, {"seq_q": 150, "causal": True, "window": 40, "sinks": True}, {"loop_split": True}),
     "packed slopes": (ALIBI, {"seq_q": 3, "heads": 6, "kv_heads": 2, "lse": True}, PACK),
     "packed slopes of one row": (
         ALIBI,
@@ -127,7 +121,6 @@ CASES = {
     "both packed": (BOTH, {"batch": 2, "seq_q": 64, **GROUP}, PACK),
     "bias": (BIAS, {"seq_q": 150, **GROUP}, {"kv_direction": "sawtooth", "tile_n": 32}),
     "tree": (TREE, {"seq_q": 8, "seq_k": 98, "batch": 2, **GROUP}, PACK),
-    "near in a window": (NEAR, {"seq_q": 300, "causal": True, "window": 100}, {"loop_split": True}),
 }
 """Name -> a kernel, what its problem has besides odd sizes, and knobs."""
 
@@ -377,7 +370,6 @@ MUTATIONS = [
     ("heads = head * const.GROUP + row", "heads = head + row", "packed slopes"),
     ("heads = head * const.GROUP + row", "heads = head * const.GROUP", "packed heads"),
     ("K.shape[2] == 0:", "K.shape[2] < 0:", "no keys"),
-    ("elif const.WINDOW:\n        i = i + ", "if const.WINDOW:\n        i = i + ", "near in a window"),
 ]
 """What stands in the tile code, what is put in its place, and the case that notices it."""
 
