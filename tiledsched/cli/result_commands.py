@@ -29,7 +29,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core import blame, errors, registry, text
+from tiledsched.core import errors, registry, text
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import KernelClass, Problem
@@ -148,7 +148,7 @@ def show(
         arch = arch or ",".join(sorted(here_archs)) or None
         words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
         ships = (
-            f"; kernels that ship: {', '.join(registry.SHIPPED)}{blame.did_you_mean(kernel, registry.SHIPPED)}"
+            f"; kernels that ship: {', '.join(registry.SHIPPED)}{errors.did_you_mean(kernel, registry.SHIPPED)}"
             if kernel and kernel not in registry.SHIPPED
             else ""
         )
