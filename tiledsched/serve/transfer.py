@@ -25,8 +25,8 @@ from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
-from tiledsched.store.manifest import model_file
 from tiledsched.store.records import Entry
+from tiledsched.store.shipped import model_file
 
 MAX_NAMERS = 16
 """The nearest entries, of which candidates are taken."""
