@@ -121,7 +121,8 @@ def chosen(name: str, arch: str, count: int, seed: int) -> tuple[list[Drawn], li
     said = []
     for leaves in LEAVES:
         baking = Baking(kernel, cases, "docs.studies.bake_regret", leaves)
-        text, namespace = baking.source(), {}
+        text = baking.source()
+        namespace: dict[str, Any] = {}
         exec(text, namespace)  # which was made here
         function = functions[name_of(leaves)] = namespace[f"{baking.name}_schedule"]
         facts = [case.names(with_arch=False) for case in cases]

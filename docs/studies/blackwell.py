@@ -337,11 +337,11 @@ def orders() -> list[Order]:
         key[1].seq_q: max(found) / min(found) - 1 for key, found in ratios.items() if len(found) > 1
     }  # of an author who repeated
     result = []
-    for key, found in ratios.items():
+    for key, times in ratios.items():
         source, problem, names = key
         nearest = max((seq for seq in noise if seq <= problem.seq_q), default=min(noise))
         own = noise[nearest] if source.startswith("TiledAttention") else 66.5 / 66.3 - 1  # rungs 2 to 4 of the ladder
-        result.append(Order(problem=problem, names=names, published=tuple(found), noise=own, modelled=modelled[key]))
+        result.append(Order(problem=problem, names=names, published=tuple(times), noise=own, modelled=modelled[key]))
     return result
 
 
