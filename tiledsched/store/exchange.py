@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +27,7 @@ from tiledsched.store.codec import decode, encode, untrue_estimates
 from tiledsched.store.evidence import standing
 from tiledsched.store.foreign import OTHER_FILE, of_json
 from tiledsched.store.manifest import check_shipped
-from tiledsched.store.reading import UnreadSamples
+from tiledsched.store.reading import unread
 from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
 
 if TYPE_CHECKING:
@@ -285,15 +284,10 @@ def _is_uid(value: Any) -> bool:
     return isinstance(value, str)
 
 
-@cache
-def _unread(count: int) -> UnreadSamples:
-    return UnreadSamples((0.0,) * count)
-
-
 def _without_samples(stored: StoredMeasurement) -> StoredMeasurement:
     """A measurement of which only the number of samples is kept."""
     taken = stored.measurement
-    return replace(stored, measurement=replace(taken, samples_us=_unread(len(taken.samples_us))))
+    return replace(stored, measurement=replace(taken, samples_us=unread(len(taken.samples_us))))
 
 
 def _lists(text: str | bytes | bytearray, name: str) -> dict[str, list[Any]]:
