@@ -242,7 +242,9 @@ class _Rows:
         self._lists, self._name = lists, name
         self._entries = [*map(_read, lists["entries"])]
         self._named = {
-            row["measurement"] for row in self._entries if isinstance(row, dict) and _is_uid(row.get("measurement"))
+            row["measurement"]
+            for row in self._entries
+            if isinstance(row, dict) and isinstance(row.get("measurement"), str)
         }
         self._evidence: dict[str, StoredMeasurement] = {}
 
@@ -278,10 +280,6 @@ class _Rows:
     def artifacts(self) -> list[ArtifactRecord]:
         """What is known of the machine code."""
         return [*_rows(ArtifactRecord, self._lists["artifacts"], f"{self._name}: artifacts")]
-
-
-def _is_uid(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _without_samples(stored: StoredMeasurement) -> StoredMeasurement:
@@ -412,17 +410,6 @@ def _write(
             raise DatabaseError(f"cannot write {os.fspath(target)}: {error.strerror}; give another path") from error
     else:
         target.write(text)
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. An `.xz` file is decompressed.
-
-    Raises:
-        DatabaseError: the file belongs to what ships, and is not the file that shipped.
-    """
-    data = read_bounded(path)
-    check_shipped(path, data)
-    return text_of(path, data)
 
 
 def text_of(path: Path, data: bytes) -> str:
