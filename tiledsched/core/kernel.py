@@ -88,6 +88,7 @@ FUNCTIONS = {
 """Functions that a kernel may declare, each with what it takes in this order; None where parameters get values by their names."""
 DATA: dict[str, tuple[Any, str]] = {
     "name": (str, "text"),
+    "space": (str, "the name of a kernel"),
     "knobs": (Mapping, 'a dict of a knob and its choices, as in {"TILE": [64, 128]}'),
     "constraints": (Mapping, 'a dict of an expression and its reason, as in {"TILE >= columns": "a row is one tile"}'),
     "requires": (Mapping, 'a dict of an expression and its reason, as in {"k % group == 0": "groups are whole"}'),
@@ -147,6 +148,8 @@ class Kernel(Declaration):
         cls.scalar_fields = {name: value for name, value in found.items() if isinstance(value, Scalar)}
         if "name" not in own:
             cls.name = f"{registry.module_word(cls)}:{cls.__name__}"
+        if not cls.space:
+            cls.space = cls.name
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
         cls.requirements = _read_requirements(cls)
         _check_declaration(cls)

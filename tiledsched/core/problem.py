@@ -268,6 +268,8 @@ class Declaration:
     # What an author declares as data.
     name: ClassVar[str] = ""
     """The kernel's name in tables and in the database. The default is module and class."""
+    space: ClassVar[str] = ""
+    """The kernel whose files of search spaces are its own, too, with the constraints that it adds. The default is its name."""
     function: ClassVar[Any] = None
     """The cuTile kernel, decorated or not."""
     knobs: ClassVar[Mapping[str, Any]] = MappingProxyType({})

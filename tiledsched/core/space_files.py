@@ -46,8 +46,10 @@ def load_space(path: str | Path, kernel: KernelClass | None = None) -> SearchSpa
                 f"{path}: key {key!r} must be a string such as {'attention' if key == 'kernel' else 'sm_90'!r}"
             )
     kernel = kernel or kernel_named(merged["kernel"])
-    if merged["kernel"] != kernel.name:
+    if merged["kernel"] not in (kernel.name, kernel.space):
         raise SpaceError(f"{path} is for the kernel {merged['kernel']}, not {kernel.name}; give a space of that one")
+    if merged["kernel"] != kernel.name:
+        merged = {**merged, "constraints": [*merged["constraints"], *_declared(kernel)["constraints"]]}
     return _space(path, merged, kernel)
 
 
@@ -77,7 +79,7 @@ def space_for(arch: str, kernel: KernelClass | str) -> SearchSpace:
         SpaceError: there is no space for the arch. The message lists the archs that have one.
     """
     kernel = load_kernel(kernel)
-    path = data_files.search_spaces() / kernel.name / f"{arch}.toml"
+    path = data_files.search_spaces() / kernel.space / f"{arch}.toml"
     if path.is_file():
         return load_space(path, kernel)
     if arch not in shipped_archs(kernel):
@@ -99,13 +101,13 @@ def declared_space(arch: str, kernel: KernelClass) -> SearchSpace:
 
 def shipped_archs(kernel: KernelClass) -> list[str]:
     """Archs with a space, oldest first: those with a file, or all known archs if the declaration has the knobs."""
-    files = {path.stem for path in (data_files.search_spaces() / kernel.name).glob("sm_*.toml")}
+    files = {path.stem for path in (data_files.search_spaces() / kernel.space).glob("sm_*.toml")}
     return sorted(files | set(ARCHS if kernel.knobs else ()), key=lambda arch: int(arch[3:]))
 
 
 def known_knobs(kernel: KernelClass) -> tuple[str, ...]:
     """The knobs of a kernel: those that it declares, or those of the file that its shipped spaces extend."""
-    return tuple(kernel.knobs) or _base_knobs(data_files.search_spaces() / kernel.name / "base.toml")
+    return tuple(kernel.knobs) or _base_knobs(data_files.search_spaces() / kernel.space / "base.toml")
 
 
 @cache

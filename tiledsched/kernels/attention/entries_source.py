@@ -6,7 +6,8 @@ was added, run `python -m tiledsched.kernels.attention.entries_source`; a test c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import linecache
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,8 @@ ANNOTATIONS = {
 PADDED = " ".join(PADDED_ARRAYS)
 VARLEN = ("PACKED", "PAGE", "PAGE_BY_PAGE")
 """Constants of packed sequences and of keys in pages."""
+MODS = ("SCORE_MOD", "MASK_MOD", "BLOCK_ROWS", "BLOCK_KEYS")
+"""Constants of an author's own attention."""
 SPAN = "        KV_SPAN=KV_SPAN,"
 """The constant of kernels whose shares a later launch combines, behind those that have a place."""
 KINDS = {
@@ -163,6 +166,8 @@ KINDS = {
     ),
 }
 """Kind of kernel -> the arrays of its features, and one line about it."""
+VARIANT = "attention_variant"
+"""The kind of kernel of an author's own attention."""
 LAUNCHES = {
     "": ("Q K V Out", "", "schedule_work(Q, K, V, Out, None, scale_log2, {features}, const)"),
     "_lse": (
@@ -186,36 +191,62 @@ LAUNCHES = {
 
 def source() -> str:
     """The text of `entries.py`."""
-    return "\n".join([HEAD.rstrip("\n"), *_kernels(), TAIL])
+    kinds = ((kind, *each) for kind, each in KINDS.items())
+    return "\n".join([HEAD.rstrip("\n"), *(_kernel(*kind, ending) for kind in kinds for ending in LAUNCHES), TAIL])
 
 
-def _kernels() -> Iterable[str]:
-    for kind, (more, about) in KINDS.items():
-        optional = kind != "attention"
-        *constants, span = [
-            each for each in fields(Constants) if optional or not _is_optional(each) or each.name in SPAN
-        ]
-        if kind != "attention_varlen":
-            constants = [each for each in constants if each.name not in VARLEN]
-        numbers = ["scale_log2: float"] + ["cap_scale: float", "window: int", "window_right: int"] * optional
-        given = ", ".join([*PADDED_ARRAYS, "window", "window_right", "cap_scale", *more.split()[len(PADDED_ARRAYS) :]])
-        for ending, (arrays, also, call) in LAUNCHES.items():
-            own = [span] if ending == "_share" else []
-            lines = [
-                "    const = Constants(",
-                *(f"        {each.name}," for each in constants),
-                *[SPAN] * len(own),
-                "    )",
-            ]
-            lines += [f"    features = Features({given})"] * optional
-            call = call.format(features="features" if optional else "None")
-            if call.startswith("schedule_work") and kind != "attention_varlen":
-                flat = call.replace("schedule_work", "run_flat_loop")
-                lines += ["    if FLAT_STEPS:", f"        {flat}", "    else:", f"        {call}"]
-            else:
-                lines.append(f"    {call}")
-            named = [*arrays.split(), *more.split()]
-            yield _function(f"{kind}{ending}", named, numbers, [*constants, *own], [about, also], lines)
+def variant_source(ending: str, arrays: Sequence[str]) -> str:
+    """The text of a kernel with an author's own functions, which it finds under the names `SCORE` and `MASK`.
+
+    Args:
+        ending: of the kernel's name, one of :data:`LAUNCHES`.
+        arrays: the names of the arrays that the functions take.
+    """
+    return _kernel(VARIANT, " ".join([*PADDED_ARRAYS, "Blocks", *arrays]), "Attention of an author's own.", ending)
+
+
+def compiled(file: str, text: str, names: dict[str, Any], function: str) -> Callable[..., None]:
+    """A function of this package's text, which finds `names`; cuTile finds the text where Python keeps that of modules."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), names)
+    found: Callable[..., None] = names[function]
+    return found
+
+
+def _kernel(kind: str, more: str, about: str, ending: str) -> str:
+    optional = kind != "attention"
+    *constants, span = [
+        each
+        for each in fields(Constants)
+        if each.name not in MODS and (optional or not _is_optional(each) or each.name in SPAN)
+    ]
+    if kind != "attention_varlen":
+        constants = [each for each in constants if each.name not in VARLEN]
+    numbers = ["scale_log2: float"] + ["cap_scale: float", "window: int", "window_right: int"] * optional
+    rest = more.split()[len(PADDED_ARRAYS) :]
+    of_mods = [each for each in fields(Constants) if each.name in MODS and kind == VARIANT]
+    if of_mods:
+        rest = ["mods=Mods(SCORE, MASK)", f"Blocks={rest[0]}", f"arrays=({''.join(f'{each}, ' for each in rest[1:])})"]
+    given = ", ".join([*PADDED_ARRAYS, "window", "window_right", "cap_scale", *rest])
+    arrays, also, call = LAUNCHES[ending]
+    own = [span] if ending == "_share" else []
+    named_constants = [f"        {each.name}={each.name}," for each in of_mods]
+    lines = [
+        "    const = Constants(",
+        *(f"        {each.name}," for each in constants),
+        *[SPAN] * len(own),
+        *named_constants,
+        "    )",
+    ]
+    lines += [f"    features = Features({given})"] * optional
+    call = call.format(features="features" if optional else "None")
+    if call.startswith("schedule_work") and kind in ("attention", "attention_features"):
+        flat = call.replace("schedule_work", "run_flat_loop")
+        lines += ["    if FLAT_STEPS:", f"        {flat}", "    else:", f"        {call}"]
+    else:
+        lines.append(f"    {call}")
+    named = [*arrays.split(), *more.split()]
+    return _function(f"{kind}{ending}", named, numbers, [*constants, *own, *of_mods], [about, also], lines)
 
 
 def _is_optional(constant: Field[Any]) -> bool:

@@ -34,13 +34,19 @@ class Features:
     window_right: Any
     """Keys that a row sees after its own."""
     cap_scale: Any
-    """The softmax scale, divided by the cap of the scores, times 2 log2(e)."""
+    """The softmax scale, divided by the cap of the scores, times 2 log2(e); the softmax scale where a function changes scores."""
     CuQ: Any = None
     """`[sequences + 1]`: the first query row of each packed sequence, and the end of the last."""
     CuK: Any = None
     """`[sequences + 1]`: the first key of each packed sequence, and the end of the last."""
     Table: Any = None
     """`[sequences, pages]`: which page of K and V holds the keys of a sequence from PAGE * i on."""
+    mods: Any = None
+    """The author's functions of scores, as a `mods.Mods`; None where there are none."""
+    arrays: Any = ()
+    """The arrays that these functions take."""
+    Blocks: Any = None
+    """Which blocks of keys the rows of a block see, as :mod:`tiledsched.kernels.attention.mods` has it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,15 @@ class Span:
 
 def rows_see_nothing(const):
     """Whether there may be rows that see no key at all."""
-    return const.BOTTOM_RIGHT or const.WINDOW or const.STARTS or const.LENGTHS or const.PACKED
+    return (
+        const.BOTTOM_RIGHT
+        or const.WINDOW
+        or const.STARTS
+        or const.LENGTHS
+        or const.PACKED
+        or const.SCORE_MOD
+        or const.MASK_MOD
+    )
 
 
 def own_keys(K, V, batch, offset, features, const):

@@ -195,6 +195,7 @@ DERIVED = {
         getattr(p, name) for name in FIELDS if name != "page"
     ),  # whether it is more than plain attention
     "is_varlen": lambda p: bool(p.packed or p.page),  # whether sequences do not lie one in each entry of a batch
+    "listed": lambda p: False,  # whether there are lists of the blocks that are not empty
     "spanned": lambda p: bool(
         p.window or p.starts or p.lengths or p.packed
     ),  # whether masks hide keys beside the causal one

@@ -189,6 +189,8 @@ class Combining:
     SINKS: bool = False
     STARTS: bool = False
     LENGTHS: bool = False
+    SCORE_MOD: bool = False
+    MASK_MOD: bool = False
     GROUP: int = 1
     PACK: int = 1
     PACKED: bool = False

@@ -32,6 +32,7 @@ from tiledsched.kernels.attention.features import (
     unmasked_turns,
     used_values,
 )
+from tiledsched.kernels.attention.mods import listed_step, listed_steps, modified, seen_by_mod, variant_of
 from tiledsched.kernels.attention.packed import (
     is_filled,
     offset_in_pages,
@@ -165,6 +166,15 @@ class Constants:
     # Only the kernels whose shares a later launch combines know the following.
     KV_SPAN: int = 0
     """Steps of each share of the keys, counted from the sequence's first key; 0 where KV_SPLITS shares are about equal."""
+    # Only the kernels of an author's own attention know the following.
+    SCORE_MOD: bool = False
+    """Whether a function of the author's changes the scores."""
+    MASK_MOD: bool = False
+    """Whether a function of the author's says which keys a row sees."""
+    BLOCK_ROWS: int = 0
+    """Query rows of a block in the lists of blocks that are not empty; 0 where there are no lists."""
+    BLOCK_KEYS: int = 0
+    """Keys of such a block."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,8 @@ class Keys:
     """1 where a sawtooth goes backward, else 0."""
     span: Any
     """Which keys count, as a `features.Span`; None where all keys do."""
+    variant: Any = None
+    """What an author's own functions are given, as a `mods.Variant`; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +318,13 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
 
     first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
+    variant = None
+    if const.SCORE_MOD or const.MASK_MOD:
+        variant = variant_of(place, head, batch, offset, features, const)
+    if const.BLOCK_ROWS:
+        first_masked, steps = listed_steps(variant, const)
+    elif const.MASK_MOD:  # which may hide any key
+        first_masked = 0
     if const.UNROLL > 1:  # whole turns; what is too much is masked
         first_masked = first_masked // const.UNROLL * const.UNROLL
         steps = ct.cdiv(steps, const.UNROLL) * const.UNROLL
@@ -315,7 +334,7 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     elif const.KV_SPLITS > 1:
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
     odd = place // TOOTH % 2 if const.KV_DIRECTION == WIDE_SAWTOOTH else place % 2
-    keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span)
+    keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span, variant)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
     return WorkTile(batch, head, tiles), chains
 
@@ -493,7 +512,7 @@ def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
         for i in range(second, end, const.UNROLL):
             chains, scores = turn(queries, rows, keys, i, chains, scores, True, scale_log2, const)
     elif const.LOOP_SPLIT:
-        backward = const.KV_DIRECTION == BACKWARD
+        backward = const.KV_DIRECTION == BACKWARD or const.BLOCK_ROWS > 0  # partial blocks come first
         boundary = keys.steps - first_masked if backward else first_masked
         if const.KV_SPLITS > 1:
             boundary = max(boundary, begin)
@@ -534,7 +553,9 @@ def key_tile(keys, i, t, const):
         i = keys.steps - 1 - i
     elif const.KV_DIRECTION >= SAWTOOTH:
         i = i + keys.odd * (keys.steps - 1 - 2 * i)
-    if const.WINDOW:
+    if const.BLOCK_ROWS:
+        i = listed_step(keys.variant, i, const)
+    elif const.WINDOW:
         i = i + keys.span.first
     return i if const.KV_SUBTILES == 1 else i * const.KV_SUBTILES + t
 
@@ -542,11 +563,13 @@ def key_tile(keys, i, t, const):
 def existing_tile(keys, i, t, const):
     """Index of the `t`-th key tile of the `i`-th step, or of the last tile instead of one beyond it."""
     j = key_tile(keys, i, t, const)
-    if const.EVEN or (const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2 and const.UNROLL == 1):
+    whole = const.KV_SUBTILES == 1 and const.FLAT_STEPS < 2 and const.UNROLL == 1 and not const.BLOCK_ROWS
+    if const.EVEN or whole:
         return j
     if const.PAGE:
         return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))
-    return min(j, ct.cdiv(keys.K.shape[2], const.TILE_N) - 1)
+    last = ct.cdiv(keys.K.shape[2], const.TILE_N) - 1
+    return min(j, max(last, 0) if const.BLOCK_ROWS else last)  # of an empty sequence, a list takes a step, too
 
 
 def products(queries, keys, i, const):
@@ -670,8 +693,10 @@ def add_rows(row_sum, p):
 
 
 def mask(scores, rows, keys, j, MASKED, const):
-    """The scores of key tile `j`, with minus infinity where a row does not see a key."""
-    if MASKED and (const.CAUSAL or not const.EVEN):
+    """The scores of key tile `j`, as the author's function changes them, with minus infinity where a row does not see a key."""
+    if const.SCORE_MOD:
+        scores = modified(scores, rows, keys, j, const)
+    if MASKED and (const.CAUSAL or not const.EVEN or const.MASK_MOD):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         if const.WINDOW or const.STARTS or const.LENGTHS:
             visible = seen(columns, rows, keys, const)
@@ -681,6 +706,8 @@ def mask(scores, rows, keys, j, MASKED, const):
             visible = columns <= rows
         else:
             visible = columns < keys.K.shape[2]
+        if const.MASK_MOD:
+            visible = visible & seen_by_mod(columns, rows, keys, const)
         scores = ct.where(visible, scores, -math.inf)
     return scores
 

@@ -1,0 +1,117 @@
+"""An author's own attention: functions that change scores and hide keys, and lists of the blocks that are worth a visit.
+
+`Mods` holds the two functions, which are tile code in cuTile's words and are inlined like all other code. They are given whole
+tiles: scores `[rows, keys]`, the numbers of rows `[rows, 1]` and those of keys `[1, keys]`.
+
+A list of blocks `[mask batches, mask heads, blocks of rows, 2 + blocks of keys]` says for BLOCK_ROWS rows which blocks of
+BLOCK_KEYS keys they see: first how many blocks are seen in part, then how many are seen at all; then, from the front, the numbers
+of the blocks seen in part, and, from the back, those that all rows see in full. Blocks that no row sees are in no list.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from tiledsched.kernels.attention.scheduler import rows_of_work
+
+HEAD = 2
+"""Numbers of a list before those of blocks."""
+
+
+@dataclass(frozen=True)
+class Mods:
+    """The functions of an author."""
+
+    score: Any
+    """`score(score, b, h, q_idx, kv_idx, *arrays)`: the new scores; None for no change."""
+    mask: Any
+    """`mask(b, h, q_idx, kv_idx, *arrays)`: whether each row sees each key; None where each sees all."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the functions of an author are given for one work tile."""
+
+    mods: Any
+    """The functions, as `Mods`."""
+    arrays: Any
+    """The arrays that they take."""
+    batch: Any
+    """Number of the sequence."""
+    heads: Any
+    """Number of the query head; `[TILE_M, 1]` where a tile holds rows of several heads."""
+    offset: Any
+    """What the numbers of rows are higher than those of queries."""
+    scale: Any
+    """The softmax scale."""
+    Blocks: Any
+    """All lists of blocks, or None."""
+    place: Any
+    """Index of the list of the work tile in them."""
+    partial: Any
+    """How many blocks of the list are seen in part."""
+    total: Any
+    """How many blocks the list has."""
+
+
+def variant_of(place, head, batch, offset, features, const):
+    """What the functions of an author are given for the work tile at `place` of a head or pack of heads."""
+    heads = head
+    if const.PACK > 1:
+        row = ct.arange(const.TILE_M, dtype=ct.int32)[:, None] // (const.TILE_M // const.PACK)
+        heads = head * const.GROUP + row
+    shift = offset if const.CAUSAL and (const.BOTTOM_RIGHT or const.WINDOW_RIGHT) else 0
+    at, partial, total = (0, 0, 0), 0, 0
+    if const.BLOCK_ROWS:
+        row = place * rows_of_work(const) // const.BLOCK_ROWS
+        at = (min(batch, features.Blocks.shape[0] - 1), min(head, features.Blocks.shape[1] - 1), row)
+        partial = ct.gather(features.Blocks, (*at, 0), check_bounds=False)
+        total = ct.gather(features.Blocks, (*at, 1), check_bounds=False)
+    return Variant(
+        features.mods, features.arrays, batch, heads, shift, features.cap_scale, features.Blocks, at, partial, total
+    )
+
+
+def listed_steps(variant, const):
+    """(steps that need no mask, steps) of the work tile of a list. There is one step at least, which is masked."""
+    each = steps_of_block(const)
+    return (variant.total - variant.partial) * each, max(variant.total * each, 1)
+
+
+def listed_step(variant, i, const):
+    """Which step over all keys the `i`-th step of a list is. Of an empty list it is the first, all of which is masked."""
+    each = steps_of_block(const)
+    place = i // each
+    if place >= variant.partial:
+        place = variant.Blocks.shape[3] - HEAD - 1 - (place - variant.partial)
+    return ct.gather(variant.Blocks, (*variant.place, HEAD + place), check_bounds=False) * each + i % each
+
+
+def steps_of_block(const):
+    """Steps over the keys of a block."""
+    return const.BLOCK_KEYS // (const.TILE_N * const.KV_SUBTILES)
+
+
+def modified(scores, rows, keys, j, const):
+    """The scores of key tile `j` as the author's function changes them, before the mask."""
+    variant = keys.variant
+    columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
+    changed = variant.mods.score(
+        scores * variant.scale, variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays
+    )
+    return changed.astype(ct.float32)
+
+
+def seen_by_mod(columns, rows, keys, const):
+    """Whether each row sees each key of a tile, as the author's function says."""
+    variant = keys.variant
+    visible = variant.mods.mask(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
+    if const.BLOCK_ROWS:
+        visible = visible & (variant.total > 0)
+    return visible
