@@ -2,7 +2,7 @@
 
 An exception is for the person at the keyboard: its message says what was wrong and ends with what to do next. A
 :class:`Failure` is data: a candidate that did not compile, launch or compute correctly becomes a row, never a crash.
-What an error of an author's own code says is here, too: the line it comes from, and the name that was meant where one is misspelt.
+Here is also what an error of an author's code says: the line it comes from, and the name that was meant by a misspelt one.
 """
 
 from __future__ import annotations
