@@ -6,20 +6,20 @@ threads, but not across a fork. Times are UTC. All methods raise DatabaseError w
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import VERSIONED, KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
@@ -54,8 +54,6 @@ from tiledsched.store.records import (
     Toolchain,
 )
 from tiledsched.store.rows import AT_ONCE, artifact_of, kernel_condition, quoted, where
-from tiledsched.store.spills import Spills
-from tiledsched.store.spills import stored as stored_spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
 
 
@@ -93,16 +91,6 @@ class TuningDB(Database):
         words = {"kernel": kernel, "source_hash": source_hash, "toolchain_id": toolchain.id, "arch": arch}
         with self.rows() as (_, rows):
             return {build.key: build for build in rows.builds(words, where(words))}
-
-    def spills(
-        self, compiler: str, *, kernel: str | None = None, source_hash: str | None = None, arch: str | None = None
-    ) -> Spills:
-        """The programs that spill registers or did not build under a compiler's version, and that match all other arguments that
-        are not None. Of a program that several toolchains of that version built, the newest build counts.
-        """
-        of = {"kernel": kernel, "source_hash": source_hash, "arch": arch}
-        with self.rows() as (_, rows):
-            return stored_spills(rows, compiler, {name: value for name, value in of.items() if value is not None})
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""
@@ -433,6 +421,16 @@ class TuningDB(Database):
         with self.rows() as (session, rows):
             some = [f"r.problem_id IN ({quoted(ids_of(rows, session, problem))})"] if problem else []
             return distinct(rows.entries({**wanted, **words}, where(wanted, condition, *some)))
+
+    def versions(self) -> dict[str, dict[str, int]]:
+        """Kernels whose name ends in a hash of their code, as that of an author's own attention does: what stands before the hash
+        -> each of the names, with its number of entries."""
+        found: dict[str, dict[str, int]] = defaultdict(dict)
+        with self.rows() as (session, _):
+            for name, count in session.execute(select(EntryRow.kernel, func.count()).group_by(EntryRow.kernel)):
+                if versioned := VERSIONED.fullmatch(name):
+                    found[versioned[1]][name] = count
+        return dict(found)
 
     def merge(
         self,
