@@ -11,12 +11,14 @@ DRIVER := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2
 EXTRAS := $(if $(DRIVER),gpu$(comma))report
 # Byte code is written where a module is imported: half of what is installed never is.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# One more than there are CPUs: many tests wait for processes, servers and clocks.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 READY := $(VENV)/.$(if $(DRIVER),gpu,tune)-ready
 
 # Else each of the hundreds of processes that tests start compiles the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test test-all test-gpu oldest oldest-compiler aarch64 lint docs wheel release clean help
+.PHONY: tune test test-all test-gpu oldest aarch64 lint docs wheel release clean help
 
 help:
 	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
@@ -35,10 +37,10 @@ tune: $(READY)
 	$(BIN)/tiledsched tune $(if $(ARCH),--arch $(ARCH)) $(TUNE_ARGS) --report report
 
 test: $(VENV)/.test-ready
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not slow'
 
 test-all: $(VENV)/.test-ready
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Builds the programs first where they are missing, which takes half an hour on two cores and is kept in .gpu_suite/.
 test-gpu: $(VENV)/.test-ready
@@ -51,9 +53,6 @@ $(OLDEST_READY): $(VENV)/.test-ready
 	$(INSTALL) --upgrade --no-deps --target $(OLDEST) \
 	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)==13.4.*')
 	@touch $@
-
-# Downloads while other things compute.
-oldest-compiler: $(OLDEST_READY)
 
 # Without what cuTile does before it calls the compiler, which `make test` runs.
 oldest: $(OLDEST_READY)
