@@ -63,6 +63,18 @@ def documents_after_slopes(b, h, q_idx, kv_idx, slopes, documents):
     return ct.gather(documents, (b, q_idx)) == ct.gather(documents, (b, kv_idx))
 
 
+def level(score, b, h, q_idx, kv_idx):
+    return 0.0
+
+
+def by_key(score, b, h, q_idx, kv_idx):
+    return kv_idx * -0.125
+
+
+def always(b, h, q_idx, kv_idx):
+    return True
+
+
 CAUSAL = flex_attention(mask_mod=causal)
 ALIBI = flex_attention(score_mod=alibi, arrays=SLOPES)
 SAME = flex_attention(mask_mod=same_document, arrays=DOCUMENTS)
@@ -72,6 +84,8 @@ BY_HEAD = flex_attention(mask_mod=by_head)
 BY_SEQUENCE = flex_attention(mask_mod=by_sequence)
 BOTH = flex_attention(score_mod=slopes_and_documents, mask_mod=documents_after_slopes, arrays={**SLOPES, **DOCUMENTS})
 BIAS = flex_attention(score_mod=dense_bias, arrays={"bias": ts.array("1 heads seq_q seq_k", dtype="bfloat16")})
+LEVEL = flex_attention(score_mod=level)
+BY_KEY = flex_attention(score_mod=by_key, mask_mod=always)
 TREE = flex_attention(
     mask_mod=tree,
     arrays={
@@ -127,6 +141,8 @@ CASES = {
     "both packed": (BOTH, {"batch": 2, "seq_q": 64, **GROUP}, PACK),
     "bias": (BIAS, {"seq_q": 150, **GROUP}, {"kv_direction": "sawtooth", "tile_n": 32}),
     "tree": (TREE, {"seq_q": 8, "seq_k": 98, "batch": 2, **GROUP}, PACK),
+    "level": (LEVEL, {"seq_q": 150, "seq_k": 256}, {}),
+    "by key": (BY_KEY, {"seq_k": 256}, {"loop_split": True}),
     "near in a window": (NEAR, {"seq_q": 300, "causal": True, "window": 100}, {"loop_split": True}),
 }
 """Name -> a kernel, what its problem has besides odd sizes, and knobs."""
@@ -259,6 +275,7 @@ MASKS = {
     "causal": (causal, {}),
     "nothing": (nothing, {}),
     "everything": (everything, {}),
+    "always": (always, {}),
     "documents": (same_document, DOCUMENTS),
     "late rows": (late_rows, {}),
     "by head": (by_head, {}),
@@ -372,6 +389,7 @@ MUTATIONS = [
     ("visible = visible & seen_by_mod(columns, rows, keys, const)", "pass", "bfloat16"),
     ("elif const.MASK_MOD:  # which may hide any key\n        first_masked = 0", "", "few rows"),
     ("scores * variant.scale", "scores", "slopes"),
+    ("ct.broadcast_to(ct.astype(changed, ct.float32), scores.shape)", "ct.astype(changed, ct.float32)", "level"),
     ("rows - variant.offset, columns, *variant.arrays\n    )", "rows, columns, *variant.arrays)", "bottom right"),
     ("heads, rows - variant.offset, columns, *variant.arrays)\n", "heads, rows, columns, *variant.arrays)\n", "both"),
     ("heads = head * const.GROUP + row", "heads = head + row", "packed slopes"),
