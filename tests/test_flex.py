@@ -105,11 +105,6 @@ GROUP = {"heads": 4, "kv_heads": 2}
 CASES = {
     "documents": (SAME, {"batch": 2, **GROUP}, {}),
     "documents ahead": (SAME, {"batch": 2, "seq_q": 300}, AHEAD),
-    "documents in a window": (
-        SAME,
-        {"batch": 2, "causal": True, "window": 50, "window_right": 30},
-        {"loop_split": True},
-    ),
     "documents and lengths": (SAME, {"batch": 2, "lengths": True, "lse": True}, {"loop_split": True}),
     "one row": (SAME, {"batch": 2, "seq_q": 1, **GROUP}, LATER),
     "few rows": (SAME, {"batch": 2, "seq_q": 64, "lse": True}, {"loop_split": True}),
@@ -130,7 +125,6 @@ CASES = {
         {"seq_q": 150, "causal": True, "alignment": "bottom_right", "lse": True},
         {"loop_split": True},
     ),
-    "slopes in a window": (ALIBI, {"seq_q": 150, "causal": True, "window": 40, "sinks": True}, {"loop_split": True}),
     "packed slopes": (ALIBI, {"seq_q": 3, "heads": 6, "kv_heads": 2, "lse": True}, PACK),
     "packed slopes of one row": (
         ALIBI,
@@ -143,7 +137,6 @@ CASES = {
     "tree": (TREE, {"seq_q": 8, "seq_k": 98, "batch": 2, **GROUP}, PACK),
     "level": (LEVEL, {"seq_q": 150, "seq_k": 256}, {}),
     "by key": (BY_KEY, {"seq_k": 256}, {"loop_split": True}),
-    "near in a window": (NEAR, {"seq_q": 300, "causal": True, "window": 100}, {"loop_split": True}),
 }
 """Name -> a kernel, what its problem has besides odd sizes, and knobs."""
 
@@ -395,7 +388,6 @@ MUTATIONS = [
     ("heads = head * const.GROUP + row", "heads = head + row", "packed slopes"),
     ("heads = head * const.GROUP + row", "heads = head * const.GROUP", "packed heads"),
     ("K.shape[2] == 0:", "K.shape[2] < 0:", "no keys"),
-    ("elif const.WINDOW:\n        i = i + ", "if const.WINDOW:\n        i = i + ", "near in a window"),
 ]
 """What stands in the tile code, what is put in its place, and the case that notices it."""
 

@@ -66,7 +66,7 @@ def variant_of(place, head, batch, offset, features, const):
     if const.PACK > 1:
         row = ct.arange(const.TILE_M, dtype=ct.int32)[:, None] // (const.TILE_M // const.PACK)
         heads = head * const.GROUP + row
-    shift = offset if const.CAUSAL and (const.BOTTOM_RIGHT or const.WINDOW_RIGHT) else 0
+    shift = offset if const.CAUSAL and const.BOTTOM_RIGHT else 0
     at, partial, total = (0, 0, 0), 0, 0
     if const.BLOCK_ROWS:
         row = place * rows_of_work(const) // const.BLOCK_ROWS

@@ -555,10 +555,10 @@ def key_tile(keys, i, t, const):
         i = keys.steps - 1 - i
     elif const.KV_DIRECTION >= SAWTOOTH:
         i = i + keys.odd * (keys.steps - 1 - 2 * i)
+    if const.WINDOW:
+        i = i + keys.span.first
     if const.BLOCK_ROWS:
         i = listed_step(keys.variant, i, const)
-    elif const.WINDOW:
-        i = i + keys.span.first
     return i if const.KV_SUBTILES == 1 else i * const.KV_SUBTILES + t
 
 

@@ -16,7 +16,7 @@ import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -27,6 +27,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.cases import Case, drawn, random_inputs
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import ArrayField
+from tiledsched.core.kernel import check_array
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_library
@@ -34,10 +35,12 @@ from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.inputs import adversarial_case, places
+from tiledsched.kernels.attention.options import VARIANT_ARRAYS
 from tiledsched.kernels.attention.reference import ROWS_PER_CHUNK, attention_and_lse
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention.tiling import combines_later, splits
+from tiledsched.kernels.attention.variant_tuning import tuning_traits
 
 BLOCK = 128
 """Query rows and keys of a block in lists of blocks."""
@@ -45,6 +48,8 @@ HEAD = 2
 """Numbers of a list before those of blocks; see :mod:`tiledsched.kernels.attention.mods`."""
 PAIRS_AT_ONCE = 1 << 22
 """Most pairs of row and key for which a function is evaluated together; each takes about 50 bytes meanwhile."""
+WIDE_ARRAY = "Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]"
+"""The type of an array of more than 2**31 - 1 elements, in the text of kernels."""
 MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
 """What a function that hides keys is given, before the arrays."""
 PLAIN = (bool, int, float, str, type(None))
@@ -52,6 +57,9 @@ REFUSED = (
     "it must be a function with a name in a file (def {example}(...): ...), a function that such a function returns, or a frozen "
     "dataclass with __call__"
 )
+MAX_FUNCTIONS = 1024
+"""Pairs of functions that are found without reading their text: a function may be made anew in each call."""
+TAKEN = "from around it a function takes numbers, text, tuples of these and functions; pass an array in arrays=..."
 _known: dict[str, KernelClass] = {}
 
 
@@ -81,9 +89,15 @@ def code_of(function: Any, what: str) -> list[Any]:
             own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
             parts = [visit(each, f"{where}, which holds {name}") for name, each in own.items()]
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
-        if isinstance(value, ModuleType) or is_library(str(getattr(value, "__module__", None) or "")):
-            return getattr(value, "__qualname__", getattr(value, "__name__", repr(value)))
-        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; " + REFUSED.format(example=what))
+        module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
+        if is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
+            return f"{module}.{getattr(value, '__qualname__', value)}"
+        if isinstance(value, ModuleType):
+            raise DeclarationError(
+                f"{where}: what it takes of the module {module} is not known; write: from {module} import NAME"
+            )
+        wanted = REFUSED.format(example=what) if where == what else TAKEN
+        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; {wanted}")
 
     def taken_by(each: FunctionType, where: str) -> list[Any]:
         outer = inspect.getclosurevars(inspect.unwrap(each))
@@ -102,11 +116,16 @@ def source_of(function: FunctionType, what: str) -> str:
         DeclarationError: its text lies in no file.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return _text_of(inspect.unwrap(function).__code__)
     except (OSError, SyntaxError, TypeError) as error:
         raise DeclarationError(
             f"{what}: the text of {function.__qualname__} lies in no file, and the compiler reads it; put it into one"
         ) from error
+
+
+@functools.lru_cache(maxsize=1024)  # functions that another returns in each call have one code
+def _text_of(code: CodeType) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (
@@ -170,11 +189,9 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) ->
     """
     if score_mod is None and mask_mod is None:
         raise DeclarationError("give score_mod or mask_mod; attention without either is tiledsched.sdpa")
-    key = (score_mod, mask_mod, *arrays)
-    try:
-        return _by_functions[key]
-    except (KeyError, TypeError):
-        pass
+    key = (id(score_mod), id(mask_mod), *arrays)
+    if key in _by_functions:
+        return _by_functions[key][0]
     given = {"score_mod": score_mod, "mask_mod": mask_mod}
     code = {what: code_of(each, what) for what, each in given.items() if each is not None}
     for what in code:
@@ -186,11 +203,15 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) ->
         try_out({what: given[what] for what in code}, arrays)
         _known[name] = make(name, identity, score_mod, mask_mod, arrays)
     found = _known[name]
-    _by_functions[key] = found
+    if len(_by_functions) >= MAX_FUNCTIONS:
+        _by_functions.clear()
+    _by_functions[key] = found, score_mod, mask_mod
     return found
 
 
-_by_functions: dict[Any, KernelClass] = {}
+_by_functions: dict[Any, tuple[KernelClass, Any, Any]] = {}
+"""Kernels by the identity of their functions, which are held so that no other object takes it. Functions that are equal may be
+different code: `Scale(1) == Scale(1.0)`, for a dataclass."""
 
 
 def word_of(function: Any) -> str:
@@ -235,9 +256,11 @@ def reads(function: Any, place: int) -> bool:
 
 def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) -> None:
     """Give the arrays of a kernel the names and shapes that its author declares, for inputs that a tune makes."""
+    for name, each in fields.items():
+        check_array(kernel, f"arrays: {name}", each)
     own = dict(zip(kernel.mod_arrays, fields.values(), strict=True))  # type: ignore[attr-defined]
     kernel.array_fields = {**kernel.array_fields, **own}
-    kernel.declared_in = module  # type: ignore[attr-defined]
+    kernel.declared_in = module
 
 
 def array_fields_of(
@@ -261,13 +284,14 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "__module__": __name__,
         "__doc__": f"Attention with {name.removeprefix('flex_').rpartition('_')[0]}.",
         "name": name,
-        "suites": {},
-        "default_suite": "",
+        **tuning_traits(score_mod, mask_mod),
         "derived": Attention.derived
         | sides
         | {
             "has_features": lambda p: True,
             "listed": listed,
+            "score_mod": lambda p: score_mod is not None,
+            "mask_mod": lambda p: mask_mod is not None,
             "mask_batch": lambda p: p.batch if per_batch else 1,
             "mask_heads": lambda p: p.heads if per_head else 1,
             "row_blocks": lambda p: -(-p.seq_q // BLOCK),
@@ -277,7 +301,6 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "mods": (score_mod, mask_mod),
         "mod_arrays": names,
         "identity": identity,
-        "declared_in": "",
         "Blocks": ts.array("mask_batch mask_heads row_blocks list_length", dtype="int32", when="listed"),
         "scale_log2": ts.scalar(lambda p: LOG2_E if score_mod else default_scale(p) * LOG2_E, dtype="float32"),
         "cap_scale": ts.scalar(lambda p: default_scale(p) if score_mod else 0.0, dtype="float32"),
@@ -308,7 +331,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ProblemError: one of them is asked for.
     """
-    for refused in ("softcap", "starts", "packed", "page"):
+    for refused in ("softcap", "window", "window_right", "starts", "packed", "page"):
         if values[refused]:
             raise ProblemError(f"{refused} is not combined with score_mod and mask_mod; say it in one of them")
     return problem.canonical(values)
@@ -335,19 +358,22 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
 def entry(p: Any, s: Schedule) -> Callable[..., None]:
     """The kernel of a problem and schedule."""
     ending = "_share" if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
-    return entry_of(p.declaration, ending, p.wide)
+    given = tuple([each for each in VARIANT_ARRAYS if p.declaration.present(each, p)])
+    return entry_of(p.declaration, ending, given, p.wide)
 
 
 @functools.lru_cache(maxsize=256)
-def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
+def entry_of(kernel: Any, ending: str, given: tuple[str, ...], wide: bool) -> Callable[..., None]:
     """The kernel function with the functions of an author, from text that cuTile finds where Python keeps the text of modules."""
     from tiledsched.kernels.attention import entries, mods
     from tiledsched.kernels.attention.entries_source import VARIANT, compiled, variant_source
 
     names: dict[str, Any] = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
-    text = variant_source(ending, kernel.mod_arrays)
-    found = compiled(f"<{kernel.name}{ending}>", text, names, f"{VARIANT}{ending}")
+    text = variant_source(ending, given, kernel.mod_arrays)
+    found = compiled(f"<{kernel.name}{ending} {' '.join(given)}>", text, names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
+    if wide:
+        wider.__annotations__.update(dict.fromkeys(kernel.mod_arrays, WIDE_ARRAY))
     return wider
 
 
@@ -410,31 +436,29 @@ def rows_at_once(seq_k: int) -> int:
 
 def mask_of_rows(xp: Any, p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
     """`[count, seq_k]`: which keys each row from `first` on sees, as the author's function says."""
+    zeros = xp.zeros((count, p.seq_k), numpy.float32)
+    return xp.isfinite(changed(xp, p.declaration, zeros, arrays, b, h, first, scored=False))
+
+
+def changed(
+    xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, *, scored: bool = True
+) -> Any:
+    """Scores `[rows, seq_k]` of a head, from row `first` on, as the functions of a kernel change and hide them; without `scored`
+    they are only hidden.
+    """
+    score_mod, mask_mod = kernel.mods
+    given = [arrays[name] for name in kernel.mod_arrays]
     if xp is not numpy:
-        scores = xp.zeros((count, p.seq_k), numpy.float32)
-        applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=False)
-        return xp.isfinite(scores)
-    mask_mod = p.declaration.mods[1]
-    return evaluated(mask_mod, "mask_mod", *indices(p, b, h, first, count), arrays=in_order(p, arrays))
+        from tiledsched.kernels.attention.applied import apply_on_gpu
 
-
-def in_order(p: Any, arrays: Mapping[str, Any]) -> list[Any]:
-    """The arrays that the functions of an author take."""
-    return [arrays[name] for name in p.declaration.mod_arrays]
-
-
-def applied_on_gpu(xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], *place: int, scored: bool) -> Any:
-    """Scores of CuPy that :func:`tiledsched.kernels.attention.applied.apply_on_gpu` changed in place."""
-    from tiledsched.kernels.attention.applied import apply_on_gpu
-
-    apply_on_gpu(xp.cuda.get_current_stream(), kernel, scores, arrays, *place, scored=scored)
+        return apply_on_gpu(xp, kernel, scores, given, b, h, first, scored=scored and score_mod is not None)
+    rows, keys = (numpy.arange(size, dtype=numpy.int32) for size in scores.shape)
+    places = (b, h, first + rows[:, None], keys[None])
+    if score_mod is not None and scored:
+        scores = evaluated(score_mod, "score_mod", scores, *places, arrays=given)
+    if mask_mod is not None:
+        scores = numpy.where(evaluated(mask_mod, "mask_mod", *places, arrays=given), scores, -numpy.inf)
     return scores
-
-
-def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
-    """What every function of an author is given of rows from `first` on."""
-    rows = numpy.arange(first, first + count, dtype=numpy.int32)
-    return b, h, rows[:, None], numpy.arange(p.seq_k, dtype=numpy.int32)[None]
 
 
 def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> Any:
@@ -485,25 +509,6 @@ def reference(
     xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Any, **arrays: Any
 ) -> tuple[Any, Any]:
     """The output and the log-sum-exp of each row in the precision of the inputs, with the author's own functions."""
-    score_mod, mask_mod = p.declaration.mods
-
-    @functools.lru_cache(maxsize=1)  # heads follow each other, which may have one mask
-    def visible(b: int, h: int, first: int, count: int) -> Any:
-        return mask_of_rows(xp, p, arrays, b, h, first, count)
-
-    def modified(scores: Any, b: int, h: int, first: int) -> Any:
-        count = len(scores)
-        if xp is not numpy:
-            return applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=score_mod is not None)
-        if score_mod is not None:
-            given = (scores, *indices(p, b, h, first, count))
-            scores = evaluated(score_mod, "score_mod", *given, arrays=in_order(p, arrays))
-        return (
-            scores
-            if mask_mod is None
-            else xp.where(visible(b % p.mask_batch, h % p.mask_heads, first, count), scores, -xp.inf)
-        )
-
     out, lse = attention_and_lse(
         xp,
         Q,
@@ -513,7 +518,7 @@ def reference(
         sinks=Sinks,
         starts=Starts,
         lengths=Lengths,
-        modified=modified,
+        modified=functools.partial(changed, xp, p.declaration, arrays=arrays),
         rows_per_chunk=rows_at_once(p.seq_k),
         **problem.mask_of(p),
     )
