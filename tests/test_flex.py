@@ -166,7 +166,7 @@ def test_the_cases_keep_what_the_space_says_must_hold():
 
 
 def test_check_runs_a_variant_whole():
-    rows = list(ts.check(BOTH, schedules=1))
+    rows = list(ts.check(BOTH, schedules=3))
     assert {row.problem for row in rows} == set(BOTH.small())
     assert [row.message for row in rows if not row.passed] == []
 
