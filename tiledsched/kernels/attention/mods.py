@@ -108,7 +108,7 @@ def modified(scores, rows, keys, j, const):
     changed = variant.mods.score(
         scores * variant.scale, variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays
     )
-    return changed.astype(ct.float32)
+    return ct.broadcast_to(ct.astype(changed, ct.float32), scores.shape)
 
 
 def seen_by_mod(columns, rows, keys, const):

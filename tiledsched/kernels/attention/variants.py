@@ -435,31 +435,29 @@ def rows_at_once(seq_k: int) -> int:
 
 def mask_of_rows(xp: Any, p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
     """`[count, seq_k]`: which keys each row from `first` on sees, as the author's function says."""
+    zeros = xp.zeros((count, p.seq_k), numpy.float32)
+    return xp.isfinite(changed(xp, p.declaration, zeros, arrays, b, h, first, scored=False))
+
+
+def changed(
+    xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, *, scored: bool = True
+) -> Any:
+    """Scores `[rows, seq_k]` of a head, from row `first` on, as the functions of a kernel change and hide them; without `scored`
+    they are only hidden.
+    """
+    score_mod, mask_mod = kernel.mods
+    given = [arrays[name] for name in kernel.mod_arrays]
     if xp is not numpy:
-        scores = xp.zeros((count, p.seq_k), numpy.float32)
-        applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=False)
-        return xp.isfinite(scores)
-    mask_mod = p.declaration.mods[1]
-    return evaluated(mask_mod, "mask_mod", *indices(p, b, h, first, count), arrays=in_order(p, arrays))
+        from tiledsched.kernels.attention.applied import apply_on_gpu
 
-
-def in_order(p: Any, arrays: Mapping[str, Any]) -> list[Any]:
-    """The arrays that the functions of an author take."""
-    return [arrays[name] for name in p.declaration.mod_arrays]
-
-
-def applied_on_gpu(xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], *place: int, scored: bool) -> Any:
-    """Scores of CuPy that :func:`tiledsched.kernels.attention.applied.apply_on_gpu` changed in place."""
-    from tiledsched.kernels.attention.applied import apply_on_gpu
-
-    apply_on_gpu(xp.cuda.get_current_stream(), kernel, scores, arrays, *place, scored=scored)
+        return apply_on_gpu(xp, kernel, scores, given, b, h, first, scored=scored and score_mod is not None)
+    rows, keys = (numpy.arange(size, dtype=numpy.int32) for size in scores.shape)
+    places = (b, h, first + rows[:, None], keys[None])
+    if score_mod is not None and scored:
+        scores = evaluated(score_mod, "score_mod", scores, *places, arrays=given)
+    if mask_mod is not None:
+        scores = numpy.where(evaluated(mask_mod, "mask_mod", *places, arrays=given), scores, -numpy.inf)
     return scores
-
-
-def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
-    """What every function of an author is given of rows from `first` on."""
-    rows = numpy.arange(first, first + count, dtype=numpy.int32)
-    return b, h, rows[:, None], numpy.arange(p.seq_k, dtype=numpy.int32)[None]
 
 
 def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> Any:
@@ -510,25 +508,6 @@ def reference(
     xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Any, **arrays: Any
 ) -> tuple[Any, Any]:
     """The output and the log-sum-exp of each row in the precision of the inputs, with the author's own functions."""
-    score_mod, mask_mod = p.declaration.mods
-
-    @functools.lru_cache(maxsize=1)  # heads follow each other, which may have one mask
-    def visible(b: int, h: int, first: int, count: int) -> Any:
-        return mask_of_rows(xp, p, arrays, b, h, first, count)
-
-    def modified(scores: Any, b: int, h: int, first: int) -> Any:
-        count = len(scores)
-        if xp is not numpy:
-            return applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=score_mod is not None)
-        if score_mod is not None:
-            given = (scores, *indices(p, b, h, first, count))
-            scores = evaluated(score_mod, "score_mod", *given, arrays=in_order(p, arrays))
-        return (
-            scores
-            if mask_mod is None
-            else xp.where(visible(b % p.mask_batch, h % p.mask_heads, first, count), scores, -xp.inf)
-        )
-
     out, lse = attention_and_lse(
         xp,
         Q,
@@ -538,7 +517,7 @@ def reference(
         sinks=Sinks,
         starts=Starts,
         lengths=Lengths,
-        modified=modified,
+        modified=functools.partial(changed, xp, p.declaration, arrays=arrays),
         rows_per_chunk=rows_at_once(p.seq_k),
         **problem.mask_of(p),
     )
