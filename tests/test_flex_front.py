@@ -343,13 +343,12 @@ ONE = torch.nested.nested_tensor([torch.zeros(2, 3, 16), torch.zeros(2, 4, 16)])
             ProblemError,
             r"arrays must be a tuple of tensors.* arrays=\(ids,\)",
         ),
-        ({"score_mod": mods.alibi, "arrays": (3,)}, ProblemError, r"arrays\[0\] must be a torch.Tensor, got int"),
+        ({"score_mod": mods.alibi, "arrays": (3,)}, ProblemError, r"arrays\[0\] must be a torch.Tensor on.* got int"),
         (
             {"score_mod": mods.alibi, "arrays": (SLOPES.to("meta"),)},
             ProblemError,
-            r"arrays\[0\] must be on q's device, cpu, got meta",
+            r"on q's device, cpu, got one on meta",
         ),
-        ({"score_mod": mods.alibi, "arrays": (SLOPES[0],)}, ProblemError, "in one axis or more"),
         ({"mask_mod": mods.causal, "scale": -1.0}, ProblemError, "softmax scale must be positive"),
         (
             {"mask_mod": mods.causal, "block_mask": 3},
@@ -391,14 +390,11 @@ def test_block_masks_of_other_calls_are_refused(launches) -> None:
         ts.flex(q, k, v, mask_mod=mods.window(3), block_mask=mask)
     ts.flex(q, k, v, mask_mod=mods.causal, block_mask=mask)
     of_ids = ts.block_mask(mods.documents, q, k, (ids(),))
-    with pytest.raises(ProblemError, match=r"and need lists \(1, 1, 2, 4\)"):
-        ts.flex(q[:1], k[:1], v[:1], block_mask=of_ids, arrays=(ids(),))
-    per_head = BlockMask(mask.lists.expand(1, 4, 2, 4).contiguous(), mods.causal, ROWS, ROWS)
-    with pytest.raises(ProblemError, match=r"and need lists \(1, 1, 2, 4\)"):
-        ts.flex(q, k, v, block_mask=per_head)
+    with pytest.raises(ProblemError, match=r"with lists \(2, 1, 2, 4\) on cpu; these tensors have batch 3"):
+        ts.flex(*(each[[0, 1, 1]] for each in (q, k, v)), block_mask=of_ids, arrays=(ids(),))
     with pytest.raises(ProblemError, match=r"lists must be a contiguous int32 tensor .* 2, 4\]"):
         BlockMask(mask.lists.long(), mods.causal, ROWS, ROWS)
-    with pytest.raises(ProblemError, match=r"k must be|q and k must be"):
+    with pytest.raises(ProblemError, match=r"k must be a torch.Tensor"):
         ts.block_mask(mods.causal, q, 3)
 
 

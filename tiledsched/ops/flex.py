@@ -20,16 +20,7 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
-from tiledsched.ops.block_masks import (
-    BlockMask,
-    by_name,
-    fill_lists,
-    find_lists,
-    read_arrays,
-    shape_of_lists,
-    types_of,
-    variant_named,
-)
+from tiledsched.ops.block_masks import BlockMask, by_name, fill_lists, find_lists, read_arrays, types_of, variant_named
 from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
 from tiledsched.ops.plans import AttentionCall, cache, plan_key
@@ -247,7 +238,7 @@ def _read(
         mask_mod = _mask_of(block_mask, mask_mod, types)
     name, lists = variant_named(score_mod, mask_mod, types), None
     if block_mask is not None:
-        _check_sizes(block_mask, name, q, k)
+        _check_sizes(block_mask, q, k)
     if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
         lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
     return name, lists, arrays, scale
@@ -270,19 +261,19 @@ def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
     return own
 
 
-def _check_sizes(block_mask: BlockMask, name: str, q: Any, k: Any) -> None:
+def _check_sizes(block_mask: BlockMask, q: Any, k: Any) -> None:
     """Raise unless a block mask is for these tensors.
 
     Raises:
         ProblemError: it is for other sizes or another device.
     """
-    lists, wanted = block_mask.lists, shape_of_lists(name, q, k)
-    fits = lists.shape[0] in (1, wanted[0]) and lists.shape[1] in (1, wanted[1])
-    if not fits or (block_mask.rows, block_mask.keys) != (q.shape[2], k.shape[2]) or lists.device != q.device:
+    lists, sizes = block_mask.lists, (block_mask.rows, block_mask.keys)
+    fits = lists.shape[0] in (1, q.shape[0]) and lists.shape[1] in (1, q.shape[1]) and lists.device == q.device
+    if not fits or sizes != (q.shape[2], k.shape[2]):
         raise ProblemError(
-            f"block_mask is for {block_mask.rows} rows and {block_mask.keys} keys on {lists.device}, with lists "
-            f"{tuple(lists.shape)}; these tensors have {q.shape[2]} rows and {k.shape[2]} keys on {q.device}, and need lists "
-            f"{tuple(wanted)}, or 1 in place of the first two sizes; make one with tiledsched.block_mask(mask_mod, q, k, arrays)"
+            f"block_mask is for {sizes[0]} rows and {sizes[1]} keys, with lists {tuple(lists.shape)} on {lists.device}; these "
+            f"tensors have batch {q.shape[0]}, {q.shape[1]} heads, {q.shape[2]} rows and {k.shape[2]} keys on {q.device}; "
+            "make one with tiledsched.block_mask(mask_mod, q, k, arrays)"
         )
 
 
