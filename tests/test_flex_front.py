@@ -332,6 +332,7 @@ ONE = torch.nested.nested_tensor([torch.zeros(2, 3, 16), torch.zeros(2, 4, 16)])
             "partial.* cannot be compiled; it must be a function with a name in a file",
         ),
         ({"mask_mod": 3}, DeclarationError, "mask_mod: 3 cannot be compiled|3 is not a callable object"),
+        ({"mask_mod": print}, DeclarationError, "print.* cannot be compiled; it must be a function with a name"),
         ({"mask_mod": mods.documents}, DeclarationError, r"documents must take \(b, h, q_idx, kv_idx\)"),
         (
             {"mask_mod": mods.window(3), "arrays": (SLOPES,)},

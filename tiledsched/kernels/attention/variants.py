@@ -90,7 +90,7 @@ def code_of(function: Any, what: str) -> list[Any]:
             parts = [visit(each, f"{where}, which holds {name}") for name, each in own.items()]
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
         module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
-        if is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
+        if where != what and is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
             return f"{module}.{getattr(value, '__qualname__', value)}"
         if isinstance(value, ModuleType):
             raise DeclarationError(
