@@ -1,0 +1,369 @@
+"""The derivative of an author's function of scores in its score, by rule.
+
+The function is run on a `Dual`, a number with its slope, in place of the score (forward-mode automatic differentiation). For
+that it is copied with other meanings of the names that it reads: `ct.exp`, say, then takes a `Dual`, too. What cuTile (1.7) does
+not hand on to a dataclass is written anew in the text of the copy, within the same lines: `-x` as `(0-x)`, and `x < y` as a
+comparison of values.
+
+At ties the second argument of a maximum or minimum counts, and the slope of `abs` at 0 is 1.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False, disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import linecache
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import cuda.tile as ct
+
+from tiledsched.core.canonical import stable_id
+from tiledsched.core.errors import DeclarationError
+from tiledsched.core.sources import is_library
+
+FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
+VALUE_OF = "_value_of_score"
+"""The name of :func:`value_of` in the text of copies."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """A number that depends on the score."""
+
+    value: Any
+    """The number, a tile."""
+    slope: Any
+    """Its derivative in the score, a tile that broadcasts to the shape of the number."""
+
+    @property
+    def shape(self):
+        return self.value.shape
+
+    @property
+    def ndim(self):
+        return self.value.ndim
+
+    @property
+    def dtype(self):
+        return self.value.dtype
+
+    def astype(self, dtype):
+        return astype(self, dtype)
+
+    def __add__(self, other):
+        return add(self, other)
+
+    def __radd__(self, other):
+        return add(other, self)
+
+    def __sub__(self, other):
+        return sub(self, other)
+
+    def __rsub__(self, other):
+        return sub(other, self)
+
+    def __mul__(self, other):
+        return mul(self, other)
+
+    def __rmul__(self, other):
+        return mul(other, self)
+
+    def __truediv__(self, other):
+        return truediv(self, other)
+
+    def __rtruediv__(self, other):
+        return truediv(other, self)
+
+    def __pow__(self, other):
+        return power(self, other)
+
+    def __rpow__(self, other):
+        return power(other, self)
+
+
+def is_dual(x):
+    """Whether a number depends on the score."""
+    return ct.static_eval(isinstance(x, Dual))
+
+
+def value_of(x):
+    """The number itself."""
+    return x.value if is_dual(x) else x
+
+
+def slope_of(x):
+    """The derivative of a number in the score."""
+    return x.slope if is_dual(x) else 0.0
+
+
+def score_of(tile):
+    """A tile of scores as what the copy of a function takes."""
+    return Dual(tile, ct.full(tile.shape, 1.0, tile.dtype))
+
+
+def of_one(plain, slope):
+    """The rule of a function of one number; `slope(x, y)` is its derivative where `y` is its value."""
+
+    def rule(x, **options):
+        if not is_dual(x):
+            return plain(x, **options)
+        y = plain(x.value, **options)
+        return Dual(y, slope(x.value, y) * x.slope)
+
+    return rule
+
+
+def of_two(plain, slopes):
+    """The rule of a function of two numbers; `slopes(x, y)` are its derivatives in both."""
+
+    def rule(x, y, **options):
+        value = plain(value_of(x), value_of(y), **options)
+        if not (is_dual(x) or is_dual(y)):
+            return value
+        of_x, of_y = slopes(value_of(x), value_of(y))
+        if is_dual(x) and is_dual(y):
+            slope = of_x * x.slope + of_y * y.slope
+        elif is_dual(x):
+            slope = of_x * x.slope
+        else:
+            slope = of_y * y.slope
+        return Dual(value, slope)
+
+    return rule
+
+
+def of_values(plain):
+    """The rule of a function whose derivative is 0, such as a comparison."""
+
+    def rule(x, y):
+        return plain(value_of(x), value_of(y))
+
+    return rule
+
+
+def of_exp(x, y):
+    return y
+
+
+def of_exp2(x, y):
+    return y * math.log(2.0)
+
+
+def of_log(x, y):
+    return 1.0 / x
+
+
+def of_log2(x, y):
+    return 1.0 / (x * math.log(2.0))
+
+
+def of_sqrt(x, y):
+    return 0.5 / y
+
+
+def of_rsqrt(x, y):
+    return -0.5 * y / x
+
+
+def of_tanh(x, y):
+    return 1.0 - y * y
+
+
+def of_sin(x, y):
+    return ct.cos(x)
+
+
+def of_cos(x, y):
+    return -ct.sin(x)
+
+
+def of_abs(x, y):
+    return ct.where(x < 0, -1.0, 1.0)
+
+
+def of_negative(x, y):
+    return -1.0
+
+
+def of_add(x, y):
+    return 1.0, 1.0
+
+
+def of_sub(x, y):
+    return 1.0, -1.0
+
+
+def of_mul(x, y):
+    return y, x
+
+
+def of_truediv(x, y):
+    return 1.0 / y, -x / (y * y)
+
+
+def of_maximum(x, y):
+    first = ct.where(x > y, 1.0, 0.0)
+    return first, 1.0 - first
+
+
+def of_minimum(x, y):
+    first = ct.where(x < y, 1.0, 0.0)
+    return first, 1.0 - first
+
+
+def power(x, y):
+    """`x ** y`, where `y` does not depend on the score."""
+    if not is_dual(x):
+        return x**y
+    return Dual(x.value**y, y * x.value ** (y - 1) * x.slope)
+
+
+def where(condition, x, y):
+    """`ct.where` of numbers that may depend on the score."""
+    found = ct.where(condition, value_of(x), value_of(y))
+    if is_dual(x) or is_dual(y):
+        return Dual(found, ct.where(condition, slope_of(x), slope_of(y)))
+    return found
+
+
+def astype(x, dtype, **options):
+    """`ct.astype` of a number that may depend on the score. As an integer it does so no more."""
+    if not is_dual(x):
+        return ct.astype(x, dtype, **options)
+    if ct.static_eval(dtype not in FLOATS):
+        return ct.astype(x.value, dtype, **options)
+    return Dual(ct.astype(x.value, dtype, **options), ct.astype(x.slope, dtype))
+
+
+def larger(x, y):
+    """Python's `max` in tile code, under a name that is no builtin of Python's."""
+    return max(x, y)
+
+
+def smaller(x, y):
+    """Python's `min` in tile code."""
+    return min(x, y)
+
+
+def magnitude(x):
+    """Python's `abs` in tile code."""
+    return abs(x)
+
+
+add, sub = of_two(ct.add, of_add), of_two(ct.sub, of_sub)
+mul, truediv = of_two(ct.mul, of_mul), of_two(ct.truediv, of_truediv)
+RULES: dict[Any, Callable[..., Any]] = {
+    **{ct.add: add, ct.sub: sub, ct.mul: mul, ct.truediv: truediv},
+    **{ct.where: where, ct.astype: astype, ct.pow: power},
+    ct.maximum: of_two(ct.maximum, of_maximum),
+    ct.minimum: of_two(ct.minimum, of_minimum),
+    ct.exp: of_one(ct.exp, of_exp),
+    ct.exp2: of_one(ct.exp2, of_exp2),
+    ct.log: of_one(ct.log, of_log),
+    ct.log2: of_one(ct.log2, of_log2),
+    ct.sqrt: of_one(ct.sqrt, of_sqrt),
+    ct.rsqrt: of_one(ct.rsqrt, of_rsqrt),
+    ct.tanh: of_one(ct.tanh, of_tanh),
+    ct.sin: of_one(ct.sin, of_sin),
+    ct.cos: of_one(ct.cos, of_cos),
+    ct.abs: of_one(ct.abs, of_abs),
+    ct.negative: of_one(ct.negative, of_negative),
+    **{
+        each: of_values(each)
+        for each in (ct.equal, ct.not_equal, ct.less, ct.less_equal, ct.greater, ct.greater_equal)
+    },
+}
+"""cuTile's function -> what it is in a copy."""
+BUILTINS = {
+    "max": of_two(larger, of_maximum),
+    "min": of_two(smaller, of_minimum),
+    "abs": of_one(magnitude, of_abs),
+    VALUE_OF: value_of,
+}
+"""What further names are in a copy."""
+NAMESPACE = ModuleType(ct.__name__, "The module `cuda.tile` with functions that take a `Dual`.")
+vars(NAMESPACE).update({**vars(ct), **{plain.__name__: rule for plain, rule in RULES.items()}})
+
+
+def with_slope(value: Any) -> Any:
+    """A copy of a value that tile code names. Functions in it, which may be in tuples and frozen dataclasses, take a `Dual` where
+    the originals take a number, and return one where the result depends on it.
+
+    Raises:
+        DeclarationError: the text of a function is in no file.
+    """
+    if value is ct:
+        return NAMESPACE
+    if type(value) is tuple:
+        return tuple(map(with_slope, value))
+    if isinstance(value, FunctionType):
+        return RULES.get(value) or (value if is_library(value.__module__ or "") else _copy(value))
+    if dataclasses.is_dataclass(value) and callable(value) and not isinstance(value, type):
+        fields = {each.name: with_slope(getattr(value, each.name)) for each in dataclasses.fields(value) if each.init}
+        own = {
+            name: with_slope(each)
+            for base in reversed(type(value).__mro__)
+            for name, each in vars(base).items()
+            if isinstance(each, FunctionType) and (name[:2] != "__" or name == "__call__")
+        }
+        return type(type(value).__name__, (type(value),), own)(**fields)
+    return value
+
+
+def _copy(function: FunctionType) -> FunctionType:
+    code = _rewritten(function)
+    outer = inspect.getclosurevars(function)
+    names = {**BUILTINS, "__name__": function.__module__}
+    names |= {name: with_slope(value) for name, value in outer.globals.items() if value is not function}
+    cells = [CellType(with_slope(outer.nonlocals[name])) for name in code.co_freevars]
+    copy = FunctionType(code, names, function.__name__, function.__defaults__, tuple(cells))
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _rewritten(function: FunctionType) -> CodeType:
+    """The code of a function in whose text signs and comparisons take a `Dual`. cuTile finds the text where Python keeps that of
+    modules, in a file of the same name and the same lines."""
+    try:
+        lines, first = inspect.findsource(function)
+        trees = [*ast.walk(ast.parse("".join(lines)))]
+    except (OSError, SyntaxError) as error:
+        raise DeclarationError(
+            f"the text of {function.__qualname__} lies in no file, and its derivative is made from it; put it into one"
+        ) from error
+    lines, marked = [*lines], []
+    own = next(each for each in trees if isinstance(each, ast.FunctionDef) and _first_line(each) == first + 1)
+    for node in ast.walk(own):
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            marked.append((node, "(0"))
+        elif isinstance(node, ast.Compare) and not isinstance(node.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
+            marked += [(each, f"{VALUE_OF}(") for each in (node.left, *node.comparators)]
+    edits = [(node.lineno, node.col_offset, place, text) for place, (node, text) in enumerate(marked)]
+    edits += [(node.end_lineno, node.end_col_offset, 0, ")") for node, _ in marked]
+    for line, column, _, text in sorted(edits, reverse=True):  # what is further inside first
+        before = lines[line - 1].encode()
+        lines[line - 1] = (before[:column] + text.encode() + before[column:]).decode()
+    whole, name = "".join(lines), function.__code__.co_filename.replace("\\", "/").rpartition("/")[2]
+    file = f"<tiledsched {stable_id([whole, first], 8)}>/{name}"
+    linecache.cache[file] = (len(whole), None, lines, file)
+    codes = _codes(compile(whole, file, "exec", dont_inherit=True))
+    return next(each for each in codes if (each.co_name, each.co_firstlineno) == (function.__name__, first + 1))
+
+
+def _first_line(node: ast.FunctionDef) -> int:
+    return min([node.lineno, *(each.lineno for each in node.decorator_list)])
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _codes(each)
