@@ -323,6 +323,8 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
         variant = variant_of(place, head, batch, offset, features, const)
     if const.BLOCK_ROWS:
         first_masked, steps = listed_steps(variant, const)
+    elif const.MASK_MOD:  # which may hide any key
+        first_masked = 0
     if const.UNROLL > 1:  # whole turns; what is too much is masked
         first_masked = first_masked // const.UNROLL * const.UNROLL
         steps = ct.cdiv(steps, const.UNROLL) * const.UNROLL
