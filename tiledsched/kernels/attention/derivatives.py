@@ -18,18 +18,21 @@ import dataclasses
 import inspect
 import linecache
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cuda.tile as ct
+import numpy
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.sources import is_library
 
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
+TRIED = ("int32", "int64", "bool", "float64")
+"""Element types of arrays in the trial of a copy; others are tried as float32."""
 VALUE_OF = "_value_of_score"
 """The name of :func:`value_of` in the text of copies."""
 
@@ -193,6 +196,10 @@ def of_negative(x, y):
     return -1.0
 
 
+def of_steps(x, y):
+    return 0.0
+
+
 def of_add(x, y):
     return 1.0, 1.0
 
@@ -276,6 +283,8 @@ RULES: dict[Any, Callable[..., Any]] = {
     ct.cos: of_one(ct.cos, of_cos),
     ct.abs: of_one(ct.abs, of_abs),
     ct.negative: of_one(ct.negative, of_negative),
+    ct.floor: of_one(ct.floor, of_steps),
+    ct.ceil: of_one(ct.ceil, of_steps),
     **{
         each: of_values(each)
         for each in (ct.equal, ct.not_equal, ct.less, ct.less_equal, ct.greater, ct.greater_equal)
@@ -291,6 +300,42 @@ BUILTINS = {
 """What further names are in a copy."""
 NAMESPACE = ModuleType(ct.__name__, "The module `cuda.tile` with functions that take a `Dual`.")
 vars(NAMESPACE).update({**vars(ct), **{plain.__name__: rule for plain, rule in RULES.items()}})
+
+
+def by_rule(score_mod: Any, arrays: Sequence[tuple[int, str]]) -> Any:
+    """A copy of a function of scores that takes a `Dual` as its score, and returns one where the result depends on it.
+
+    Args:
+        score_mod: the function.
+        arrays: axes and element type of each array that it takes.
+
+    Raises:
+        DeclarationError: it does something of which no rule knows the derivative. The message names the line.
+    """
+    from tiledsched.interpreter import InterpreterError, UnsupportedOperationError, evaluate
+
+    copy = with_slope(score_mod)
+    zeros = [numpy.zeros((1,) * rank, dtype if dtype in TRIED else "float32") for rank, dtype in arrays]
+    places = numpy.arange(2, dtype=numpy.int32)
+    try:
+        evaluate(derivative(copy), numpy.ones((2, 2)), 0, 0, places[:, None], places[None, :], arrays=zeros)
+    except UnsupportedOperationError:
+        pass  # which the compiler may know
+    except InterpreterError as error:
+        raise DeclarationError(
+            f"no rule knows the derivative of score_mod: {error}; give it as score_grad=..., a function (score, b, h, q_idx, kv_idx, "
+            "*arrays) that returns d score_mod / d score"
+        ) from error
+    return copy
+
+
+def derivative(copy: Any) -> Any:
+    """The derivative in the score, a tile function of a score, as a copy of :func:`by_rule` has it."""
+
+    def score_grad(score, *others):
+        return slope_of(copy(score_of(score), *others))
+
+    return score_grad
 
 
 def with_slope(value: Any) -> Any:
@@ -319,11 +364,12 @@ def with_slope(value: Any) -> Any:
 
 
 def _copy(function: FunctionType) -> FunctionType:
-    code = _rewritten(function)
-    outer = inspect.getclosurevars(function)
+    code, outer = _rewritten(function), function.__globals__
+    read = {name for each in (code, *_codes(code)) for name in each.co_names}
     names = {**BUILTINS, "__name__": function.__module__}
-    names |= {name: with_slope(value) for name, value in outer.globals.items() if value is not function}
-    cells = [CellType(with_slope(outer.nonlocals[name])) for name in code.co_freevars]
+    names |= {name: with_slope(outer[name]) for name in read & outer.keys() if outer[name] is not function}
+    captured = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells = [CellType(with_slope(captured[name].cell_contents)) for name in code.co_freevars]
     copy = FunctionType(code, names, function.__name__, function.__defaults__, tuple(cells))
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -355,7 +401,7 @@ def _rewritten(function: FunctionType) -> CodeType:
     file = f"<tiledsched {stable_id([whole, first], 8)}>/{name}"
     linecache.cache[file] = (len(whole), None, lines, file)
     codes = _codes(compile(whole, file, "exec", dont_inherit=True))
-    return next(each for each in codes if (each.co_name, each.co_firstlineno) == (function.__name__, first + 1))
+    return next(each for each in codes if (each.co_name, each.co_firstlineno) == (function.__code__.co_name, first + 1))
 
 
 def _first_line(node: ast.FunctionDef) -> int:

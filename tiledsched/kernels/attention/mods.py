@@ -18,6 +18,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.derivatives import score_of, slope_of, value_of
 from tiledsched.kernels.attention.scheduler import rows_of_work
 
 HEAD = 2
@@ -32,6 +33,9 @@ class Mods:
     """`score(score, b, h, q_idx, kv_idx, *arrays)`: the new scores; None for no change."""
     mask: Any
     """`mask(b, h, q_idx, kv_idx, *arrays)`: whether each row sees each key; None where each sees all."""
+    slope: Any = None
+    """`slope(score, b, h, q_idx, kv_idx, *arrays)`: the derivative of `score` in the score, as gradients need it; None where
+    `score` is a copy that takes a `derivatives.Dual`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,17 @@ def modified(scores, rows, keys, j, const):
         scores * variant.scale, variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays
     )
     return changed.astype(ct.float32)
+
+
+def modified_with_slope(scores, columns, rows, keys):
+    """(scores as the author's function changes them, derivative of this change), of tiles of any orientation."""
+    variant = keys.variant
+    scaled = scores * variant.scale
+    others = (variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
+    if variant.mods.slope is None:
+        changed = variant.mods.score(score_of(scaled), *others)
+        return value_of(changed).astype(ct.float32), slope_of(changed)
+    return variant.mods.score(scaled, *others).astype(ct.float32), variant.mods.slope(scaled, *others)
 
 
 def seen_by_mod(columns, rows, keys, const):

@@ -116,6 +116,7 @@ def flex_attention(
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     arrays: Mapping[str, ArrayField] | None = None,
+    score_grad: Callable[..., Any] | None = None,
 ) -> KernelClass:
     """The kernel of attention with an author's own functions.
 
@@ -127,6 +128,8 @@ def flex_attention(
         mask_mod: `mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key.
         arrays: by name, what the functions take in this order, declared with `tiledsched.array`: its shape in the dims of
             attention (batch, heads, kv_heads, seq_q, seq_k, head_dim) or numbers, and its type.
+        score_grad: `score_grad(score, b, h, q_idx, kv_idx, *arrays)`, the derivative of `score_mod` in the score, for gradients.
+            Needed only where `score_mod` does more than arithmetic whose derivative is known by rule.
 
     Raises:
         DeclarationError: neither function is given, one cannot be compiled, or takes another number of arrays.
@@ -142,7 +145,8 @@ def flex_attention(
             raise DeclarationError(
                 f"arrays: the name {name!r} is taken or no name of a variable; call it something else"
             )
-    found = variant(score_mod, mask_mod, [(rank_of(each), each.dtype or "dtype") for each in fields.values()])
+    shapes = [(rank_of(each), each.dtype or "dtype") for each in fields.values()]
+    found = variant(score_mod, mask_mod, shapes, score_grad)
     declare(found, fields, caller)
     return found
 
@@ -154,28 +158,32 @@ def rank_of(field: ArrayField) -> int:
     raise DeclarationError('arrays: a shape is text, as in "batch seq_k"')
 
 
-def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
-    """The kernel of two functions and arrays of so many axes and such types, which is made at first.
+def variant(
+    score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], score_grad: Any = None
+) -> KernelClass:
+    """The kernel of an author's functions and arrays of so many axes and such types, which is made at first.
 
     Raises:
         DeclarationError: as :func:`flex_attention`.
     """
     if score_mod is None and mask_mod is None:
         raise DeclarationError("give score_mod or mask_mod; attention without either is tiledsched.sdpa")
-    key = (score_mod, mask_mod, *arrays)
+    if score_grad is not None and score_mod is None:
+        raise DeclarationError("score_grad is the derivative of score_mod; give both, or leave out score_grad")
+    key = (score_mod, mask_mod, score_grad, *arrays)
     try:
         return _by_functions[key]
     except (KeyError, TypeError):
         pass
-    given = {"score_mod": score_mod, "mask_mod": mask_mod}
+    given = {"score_mod": score_mod, "mask_mod": mask_mod, "score_grad": score_grad}
     code = {what: code_of(each, what) for what, each in given.items() if each is not None}
     for what in code:
         check_parameters(given[what], what, len(arrays))
     identity = stable_id([code, [list(each) for each in arrays]], 8)
-    words = "_".join(dict.fromkeys(word_of(given[what]) for what in code))
+    words = "_".join(dict.fromkeys(word_of(given[what]) for what in code if what != "score_grad"))
     name = f"flex_{words}_{identity}"
     if name not in _known:
-        _known[name] = make(name, identity, score_mod, mask_mod, arrays)
+        _known[name] = make(name, identity, score_mod, mask_mod, arrays, score_grad)
     found = _known[name]
     _by_functions[key] = found
     return found
@@ -195,7 +203,7 @@ def check_parameters(function: Any, what: str, count: int) -> None:
     Raises:
         DeclarationError: it cannot.
     """
-    taken = (("score",) if what == "score_mod" else ()) + MASK_PARAMETERS
+    taken = (("score",) if what != "mask_mod" else ()) + MASK_PARAMETERS
     try:
         inspect.signature(function).bind(*taken, *range(count))
     except TypeError as error:
@@ -220,7 +228,9 @@ def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) 
     kernel.declared_in = module  # type: ignore[attr-defined]
 
 
-def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
+def make(
+    name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], score_grad: Any = None
+) -> KernelClass:
     """A new kernel; see :func:`variant`."""
     names = tuple(f"array{place}" for place in range(len(arrays)))
     fields = {
@@ -246,6 +256,7 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         },
         "constraints": CONSTRAINTS,
         "mods": (score_mod, mask_mod),
+        "score_grad": score_grad,
         "mod_arrays": names,
         "identity": identity,
         "declared_in": "",
@@ -308,14 +319,19 @@ def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
     from tiledsched.kernels.attention import entries, mods
     from tiledsched.kernels.attention.entries_source import VARIANT, variant_source
 
+    names = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
     text = variant_source(ending, kernel.mod_arrays)
-    file = f"<{kernel.name}{ending}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    names: dict[str, Any] = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
-    exec(compile(text, file, "exec"), names)  # which this package wrote
-    found: Callable[..., None] = names[f"{VARIANT}{ending}"]
+    found = function_of(text, f"<{kernel.name}{ending}>", names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
     return wider
+
+
+def function_of(text: str, file: str, names: dict[str, Any], name: str) -> Callable[..., None]:
+    """The function of a name in a text that this package wrote, which cuTile finds where Python keeps the text of modules."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), names)
+    found: Callable[..., None] = names[name]
+    return found
 
 
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
@@ -324,8 +340,8 @@ def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None]
 
 
 def source_hash(kernel: Any) -> str:
-    """Hash of the source of attention and of the author's functions."""
-    return stable_id([Attention.source_hash(), kernel.identity])
+    """Hash of the source of attention, or of its gradients, and of the author's functions."""
+    return stable_id([kernel.__base__.source_hash(), kernel.identity])
 
 
 def locator(kernel: Any) -> str:

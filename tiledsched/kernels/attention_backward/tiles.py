@@ -23,12 +23,13 @@ rows are, which of them see each other and in which order blocks run is shared w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features, capped
+from tiledsched.kernels.attention.mods import modified_with_slope, seen_by_mod, variant_of
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates
 from tiledsched.kernels.attention.tiles import part_of
@@ -99,6 +100,11 @@ class BackwardConstants:
     """Whether a block goes over all query heads of a group; else there is a block for each of them."""
     ADDS: bool = False
     """Whether a block adds its share of dQ to an array."""
+    # Only the kernels of an author's own attention know the following.
+    SCORE_MOD: bool = False
+    """Whether a function of the author's changes the scores."""
+    MASK_MOD: bool = False
+    """Whether a function of the author's says which keys a row sees."""
     # What functions of attention forward ask for, and gradients do not leave open.
     PACK: int = 1
     PAGE: int = 0
@@ -109,6 +115,7 @@ class BackwardConstants:
     UNROLL: int = 1
     FLAT_STEPS: int = 0
     CHECK_BOUNDS: bool = True
+    BLOCK_ROWS: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,8 @@ class KeyTile:
     """The `features.Features` of the launch."""
     tiles: Any
     """(begin, first, second, end): the tiles of query rows that see it. Those from `first` to `second` need no mask."""
+    variant: Any = None
+    """What an author's own functions are given for one query head, as a `mods.Variant`; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +339,8 @@ def query_tiles(first_key, offset, window, start, stop, seq_q, const):
 def over_queries(rows, tile, sums, scale_log2, const):
     """The sums after all query rows of one head, in one loop over their tiles, or in several of which one needs no masks."""
     begin, first, second, end = tile.tiles
+    if const.SCORE_MOD or const.MASK_MOD:
+        tile = replace(tile, variant=variant_of(0, rows.head, rows.entry, tile.offset, tile.span, const))
     carried = ()
     if const.AHEAD:
         carried = score(rows, tile, min(begin, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
@@ -396,9 +407,14 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     q = load_queries(rows.Q, rows, i, const.TILE_D, const.REST_D, const.LATENCY_Q, const)
     scores = carried if const.AHEAD else across(tile.k, q, ct.zeros(score_shape(const), ct.float32), const)
     gradient = load_queries(rows.dOut, rows, i, const.TILE_V, const.REST_V, const.LATENCY_DO, const)
-    logits = capped(scores, tile, const)
+    logits, slope = capped(scores, tile, const), None
+    if const.SCORE_MOD:
+        columns, last = places(tile, i, const)
+        logits, slope = modified_with_slope(scores, columns, last, tile)
     p = ct.exp2(logits * scale_log2 - row_values(rows.LseLog2, rows, i, const), flush_to_zero=True)
     p = masked(p, tile, i, MASKED, const)
+    if const.SCORE_MOD or const.MASK_MOD:
+        p = masked_by_mod(p, tile, i, rows.Q.shape[2], const)
     delta = row_values(rows.Delta, rows, i, const)
     if const.DELTA_FIRST:  # less is left to do once the product is there
         dp = across(tile.v, gradient, ct.broadcast_to(-delta, score_shape(const)), const)
@@ -411,6 +427,8 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     ds = p * dp
     if const.SOFTCAP:
         ds = ds * (1.0 - logits * logits)
+    if const.SCORE_MOD:
+        ds = sloped(ds, slope, p)
     ds = ds.astype(q[0].dtype)
     dk = add_parts(dk, ds, q, const)
     if const.DV_PLACE == 1:
@@ -434,9 +452,7 @@ def row_values(array, rows, i, const):
 def masked(p, tile, i, MASKED, const):
     """The probabilities, and 0 where a row does not see a key. (Of a key that no row of a sequence sees they may be infinite.)"""
     if MASKED and (const.CAUSAL or not const.EVEN):
-        columns = tile.columns[:, None] if const.TRANSPOSED else tile.columns[None, :]
-        last = i * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32) + tile.offset
-        last = last[None, :] if const.TRANSPOSED else last[:, None]
+        columns, last = places(tile, i, const)
         if const.CAUSAL:
             visible = columns <= last
             if const.WINDOW:
@@ -449,6 +465,28 @@ def masked(p, tile, i, MASKED, const):
             visible = visible & (columns >= tile.start)
         p = ct.where(visible, p, 0.0)
     return p
+
+
+def places(tile, i, const):
+    """(numbers of the keys, the last key that each row of the `i`-th tile sees when causal), beside the scores."""
+    columns = tile.columns[:, None] if const.TRANSPOSED else tile.columns[None, :]
+    last = i * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32) + tile.offset
+    last = last[None, :] if const.TRANSPOSED else last[:, None]
+    return columns, last
+
+
+def masked_by_mod(p, tile, i, seq_q, const):
+    """The probabilities, and 0 where the author's function hides a key, and behind the last row, where a score may be NaN."""
+    columns, last = places(tile, i, const)
+    visible = last < seq_q + tile.offset
+    if const.MASK_MOD:
+        visible = visible & seen_by_mod(columns, last, tile, const)
+    return ct.where(visible, p, 0.0)
+
+
+def sloped(ds, slope, p):
+    """The gradients of the scores that an author's function takes. Where a key is hidden, its derivative may be anything."""
+    return ct.where(p == 0.0, 0.0, ds * slope)
 
 
 def add_parts(total, weights, of_rows, const):

@@ -1,0 +1,121 @@
+"""The gradients of an author's own attention, as a kernel of their own; see :mod:`tiledsched.kernels.attention.variants`.
+
+Scores are made again from the queries and keys, as the author's functions change and hide them, and the gradients of the scores
+are multiplied by the derivative of the change. Every block of keys goes over all rows: there are no lists of blocks. The arrays
+that the functions read have no gradients.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tiledsched.core.fields as ts
+from tiledsched.core.fields import Value
+from tiledsched.core.problem import KernelClass
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.attention import variants
+from tiledsched.kernels.attention.scales import LOG2_E, default_scale
+from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+from tiledsched.kernels.attention_backward.problem import gradient_scales
+
+WITH_MODS = ("attention_backward_keys", "attention_backward_queries")
+"""The launches that make scores."""
+
+
+@functools.cache
+def gradient_of(kernel: Any) -> KernelClass:
+    """The kernel of the gradients of an author's own attention.
+
+    Args:
+        kernel: what `tiledsched.flex_attention` returned.
+
+    Raises:
+        DeclarationError: no rule knows the derivative of its `score_mod`, and it has no `score_grad`.
+    """
+    from tiledsched.kernels.attention.derivatives import by_rule
+
+    score_mod, mask_mod = kernel.mods
+    fields = {name: kernel.array_fields[name] for name in kernel.mod_arrays}
+    copied = score_mod is not None and kernel.score_grad is None
+    score = by_rule(score_mod, [(len(each.shape.split()), each.dtype) for each in fields.values()]) if copied else score_mod
+    name = kernel.name.replace("flex_", "flex_backward_", 1)
+    body = {
+        "__module__": __name__,
+        "__doc__": f"The gradients of {kernel.name}.",
+        "name": name,
+        "suites": {},
+        "default_suite": "",
+        "attention": kernel,
+        "mods": (score, mask_mod, kernel.score_grad),
+        "mod_arrays": kernel.mod_arrays,
+        "identity": kernel.identity,
+        "declared_in": kernel.declared_in,
+        "scale_log2": ts.scalar(lambda p: scales(p)[0], dtype="float32"),
+        "cap_scale": ts.scalar(lambda p: scales(p)[1], dtype="float32"),
+        **fields,
+        **{each.__name__: staticmethod(each) for each in (canonical, launches)},
+        **{each.__name__: classmethod(each) for each in (variants.source_hash, variants.locator)},
+    }
+    return type(name, (AttentionBackward,), body)
+
+
+def scales(p: Any, scale: float | None = None) -> tuple[float, float, float]:
+    """The scalars of a launch: `scale_log2`, `cap_scale` and `scale`. A function of scores is given scores that are scaled.
+
+    Raises:
+        ProblemError: the softmax scale is not positive or no normal float32.
+    """
+    scale_log2, cap_scale, value = gradient_scales(p, scale)
+    return (LOG2_E, value, value) if p.declaration.mods[0] else (scale_log2, cap_scale, value)
+
+
+def canonical(values: dict[str, Value]) -> dict[str, Value]:
+    """As for an author's own attention.
+
+    Raises:
+        ProblemError: a feature is asked for that a function of the author's says better.
+    """
+    return {name: value for name, value in variants.canonical({**values, "page": 0}).items() if name != "page"}
+
+
+def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
+    """As for attention's gradients, with the author's functions where scores are made."""
+    found = AttentionBackward.launches(p, s, device)
+    return [(entry_of(p.declaration, each) if each.__name__ in WITH_MODS else each, grid) for each, grid in found]
+
+
+@functools.lru_cache(maxsize=256)
+def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
+    """A kernel function of attention's gradients with the functions of an author and the arrays that they take."""
+    from tiledsched.kernels.attention.mods import Mods
+    from tiledsched.kernels.attention_backward import entries
+
+    score, mask, slope = kernel.mods
+    names = {**vars(entries), "MODS": Mods(score, mask, slope)}
+    text = with_arrays(inspect.getsource(entry), kernel.mod_arrays, {"SCORE_MOD": score, "MASK_MOD": mask})
+    return variants.function_of(text, f"<{kernel.name} {entry.__name__}>", names, entry.__name__)
+
+
+def with_arrays(text: str, arrays: tuple[str, ...], given: Mapping[str, Any]) -> str:
+    """The text of a kernel function that takes further arrays before its numbers, and hands them on with the author's functions,
+    of which `given` says which there are."""
+    tree = ast.parse(text)
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    parameters = function.args.args
+    place = [each.arg for each in parameters].index("scale_log2")
+    parameters[place:place] = [ast.arg(each, ast.Name("ct.Array")) for each in arrays]
+    more = {
+        "Features": f"f(mods=MODS, arrays=({''.join(f'{each}, ' for each in arrays)}))",
+        "tiles.BackwardConstants": f"f({', '.join(f'{name}={each is not None}' for name, each in given.items())})",
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and (written := more.get(ast.unparse(node.func))):
+            call = ast.parse(written, mode="eval").body
+            assert isinstance(call, ast.Call)
+            node.keywords += call.keywords
+    return ast.unparse(tree)
