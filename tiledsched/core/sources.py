@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import linecache
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 DIGITS = 12
 """Hex digits of a hash."""
@@ -34,6 +37,21 @@ def _hash_of(files: tuple[tuple[str, int], ...]) -> str:
     """Hash of the text of files, each with the time of its last change: a command that shows many entries asks for each."""
     text = "".join(Path(path).read_text(encoding="utf-8") for path, _ in files)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def function_of_text(text: str, file: str, names: dict[str, Any], name: str) -> Callable[..., Any]:
+    """The function of a name in a text that this package wrote. cuTile finds the text where Python keeps that of modules.
+
+    Args:
+        text: one that no data is a part of; it is run.
+        file: what stands for the file of the text: one for each text.
+        names: the globals of the text; its own are added.
+        name: the function's.
+    """
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), names)
+    found: Callable[..., Any] = names[name]
+    return found
 
 
 def is_shipped(kernel: type) -> bool:

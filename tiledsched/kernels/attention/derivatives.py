@@ -28,68 +28,13 @@ import numpy
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.sources import is_library
+from tiledsched.core.sources import function_of_text, is_library
 
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
 TRIED = ("int32", "int64", "bool", "float64")
 """Element types of arrays in the trial of a copy; others are tried as float32."""
 VALUE_OF = "_value_of_score"
 """The name of :func:`value_of` in the text of copies."""
-
-
-@dataclass(frozen=True, eq=False)
-class Dual:
-    """A number that depends on the score."""
-
-    value: Any
-    """The number, a tile."""
-    slope: Any
-    """Its derivative in the score, a tile that broadcasts to the shape of the number."""
-
-    @property
-    def shape(self):
-        return self.value.shape
-
-    @property
-    def ndim(self):
-        return self.value.ndim
-
-    @property
-    def dtype(self):
-        return self.value.dtype
-
-    def astype(self, dtype):
-        return astype(self, dtype)
-
-    def __add__(self, other):
-        return add(self, other)
-
-    def __radd__(self, other):
-        return add(other, self)
-
-    def __sub__(self, other):
-        return sub(self, other)
-
-    def __rsub__(self, other):
-        return sub(other, self)
-
-    def __mul__(self, other):
-        return mul(self, other)
-
-    def __rmul__(self, other):
-        return mul(other, self)
-
-    def __truediv__(self, other):
-        return truediv(self, other)
-
-    def __rtruediv__(self, other):
-        return truediv(other, self)
-
-    def __pow__(self, other):
-        return power(self, other)
-
-    def __rpow__(self, other):
-        return power(other, self)
 
 
 def is_dual(x):
@@ -112,8 +57,14 @@ def score_of(tile):
     return Dual(tile, ct.full(tile.shape, 1.0, tile.dtype))
 
 
+def formula(text: str) -> Any:
+    """The tile function of `x` and `y` that a text says."""
+    text = f"def slope(x, y):\n    return {text}\n"
+    return function_of_text(text, f"<derivative {stable_id(text, 8)}>", {"ct": ct, "LN_2": math.log(2.0)}, "slope")
+
+
 def of_one(plain, slope):
-    """The rule of a function of one number; `slope(x, y)` is its derivative where `y` is its value."""
+    """The rule of a function of one number; `slope(x, y)` is its derivative at `x`, where `y` is its value."""
 
     def rule(x, **options):
         if not is_dual(x):
@@ -144,7 +95,7 @@ def of_two(plain, slopes):
 
 
 def of_values(plain):
-    """The rule of a function whose derivative is 0, such as a comparison."""
+    """The rule of a comparison, which has no derivative."""
 
     def rule(x, y):
         return plain(value_of(x), value_of(y))
@@ -152,82 +103,17 @@ def of_values(plain):
     return rule
 
 
-def of_exp(x, y):
-    return y
+def swapped(rule):
+    """A rule that takes its two numbers in the other order."""
 
+    def other_first(y, x):
+        return rule(x, y)
 
-def of_exp2(x, y):
-    return y * math.log(2.0)
-
-
-def of_log(x, y):
-    return 1.0 / x
-
-
-def of_log2(x, y):
-    return 1.0 / (x * math.log(2.0))
-
-
-def of_sqrt(x, y):
-    return 0.5 / y
-
-
-def of_rsqrt(x, y):
-    return -0.5 * y / x
-
-
-def of_tanh(x, y):
-    return 1.0 - y * y
-
-
-def of_sin(x, y):
-    return ct.cos(x)
-
-
-def of_cos(x, y):
-    return -ct.sin(x)
-
-
-def of_abs(x, y):
-    return ct.where(x < 0, -1.0, 1.0)
-
-
-def of_negative(x, y):
-    return -1.0
-
-
-def of_steps(x, y):
-    return 0.0
-
-
-def of_add(x, y):
-    return 1.0, 1.0
-
-
-def of_sub(x, y):
-    return 1.0, -1.0
-
-
-def of_mul(x, y):
-    return y, x
-
-
-def of_truediv(x, y):
-    return 1.0 / y, -x / (y * y)
-
-
-def of_maximum(x, y):
-    first = ct.where(x > y, 1.0, 0.0)
-    return first, 1.0 - first
-
-
-def of_minimum(x, y):
-    first = ct.where(x < y, 1.0, 0.0)
-    return first, 1.0 - first
+    return other_first
 
 
 def power(x, y):
-    """`x ** y`, where `y` does not depend on the score."""
+    """`x ** y`, where `y` is a number that does not depend on the score."""
     if not is_dual(x):
         return x**y
     return Dual(x.value**y, y * x.value ** (y - 1) * x.slope)
@@ -242,16 +128,15 @@ def where(condition, x, y):
 
 
 def astype(x, dtype, **options):
-    """`ct.astype` of a number that may depend on the score. As an integer it does so no more."""
+    """`ct.astype` of a number that may depend on the score. As an integer it has no derivative."""
     if not is_dual(x):
         return ct.astype(x, dtype, **options)
-    if ct.static_eval(dtype not in FLOATS):
-        return ct.astype(x.value, dtype, **options)
-    return Dual(ct.astype(x.value, dtype, **options), ct.astype(x.slope, dtype))
+    value = ct.astype(x.value, dtype, **options)
+    return Dual(value, ct.astype(x.slope, dtype)) if ct.static_eval(dtype in FLOATS) else value
 
 
 def larger(x, y):
-    """Python's `max` in tile code, under a name that is no builtin of Python's."""
+    """Python's `max` in tile code."""
     return max(x, y)
 
 
@@ -265,29 +150,30 @@ def magnitude(x):
     return abs(x)
 
 
-add, sub = of_two(ct.add, of_add), of_two(ct.sub, of_sub)
-mul, truediv = of_two(ct.mul, of_mul), of_two(ct.truediv, of_truediv)
+add, sub = of_two(ct.add, formula("(1.0, 1.0)")), of_two(ct.sub, formula("(1.0, -1.0)"))
+mul, truediv = of_two(ct.mul, formula("(y, x)")), of_two(ct.truediv, formula("(1.0 / y, -x / (y * y))"))
+of_maximum = formula("(ct.where(x > y, 1.0, 0.0), ct.where(x > y, 0.0, 1.0))")
+of_minimum = formula("(ct.where(x < y, 1.0, 0.0), ct.where(x < y, 0.0, 1.0))")
+of_abs, of_steps = formula("ct.where(x < 0, -1.0, 1.0)"), formula("0.0")
 RULES: dict[Any, Callable[..., Any]] = {
-    **{ct.add: add, ct.sub: sub, ct.mul: mul, ct.truediv: truediv},
-    **{ct.where: where, ct.astype: astype, ct.pow: power},
+    ct.add: add, ct.sub: sub, ct.mul: mul, ct.truediv: truediv,
+    ct.where: where, ct.astype: astype, ct.pow: power,
     ct.maximum: of_two(ct.maximum, of_maximum),
     ct.minimum: of_two(ct.minimum, of_minimum),
-    ct.exp: of_one(ct.exp, of_exp),
-    ct.exp2: of_one(ct.exp2, of_exp2),
-    ct.log: of_one(ct.log, of_log),
-    ct.log2: of_one(ct.log2, of_log2),
-    ct.sqrt: of_one(ct.sqrt, of_sqrt),
-    ct.rsqrt: of_one(ct.rsqrt, of_rsqrt),
-    ct.tanh: of_one(ct.tanh, of_tanh),
-    ct.sin: of_one(ct.sin, of_sin),
-    ct.cos: of_one(ct.cos, of_cos),
+    ct.exp: of_one(ct.exp, formula("y")),
+    ct.exp2: of_one(ct.exp2, formula("y * LN_2")),
+    ct.log: of_one(ct.log, formula("1.0 / x")),
+    ct.log2: of_one(ct.log2, formula("1.0 / (x * LN_2)")),
+    ct.sqrt: of_one(ct.sqrt, formula("0.5 / y")),
+    ct.rsqrt: of_one(ct.rsqrt, formula("-0.5 * y / x")),
+    ct.tanh: of_one(ct.tanh, formula("1.0 - y * y")),
+    ct.sin: of_one(ct.sin, formula("ct.cos(x)")),
+    ct.cos: of_one(ct.cos, formula("-ct.sin(x)")),
+    ct.negative: of_one(ct.negative, formula("-1.0")),
     ct.abs: of_one(ct.abs, of_abs),
-    ct.negative: of_one(ct.negative, of_negative),
-    ct.floor: of_one(ct.floor, of_steps),
-    ct.ceil: of_one(ct.ceil, of_steps),
+    **{each: of_one(each, of_steps) for each in (ct.floor, ct.ceil)},
     **{
-        each: of_values(each)
-        for each in (ct.equal, ct.not_equal, ct.less, ct.less_equal, ct.greater, ct.greater_equal)
+        each: of_values(each) for each in (ct.equal, ct.not_equal, ct.less, ct.less_equal, ct.greater, ct.greater_equal)
     },
 }
 """cuTile's function -> what it is in a copy."""
@@ -300,6 +186,33 @@ BUILTINS = {
 """What further names are in a copy."""
 NAMESPACE = ModuleType(ct.__name__, "The module `cuda.tile` with functions that take a `Dual`.")
 vars(NAMESPACE).update({**vars(ct), **{plain.__name__: rule for plain, rule in RULES.items()}})
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """A number that depends on the score."""
+
+    value: Any
+    """The number, a tile."""
+    slope: Any
+    """Its derivative in the score, a tile that broadcasts to the shape of the number."""
+
+    __add__, __radd__ = add, swapped(add)
+    __sub__, __rsub__ = sub, swapped(sub)
+    __mul__, __rmul__ = mul, swapped(mul)
+    __truediv__, __rtruediv__ = truediv, swapped(truediv)
+    __pow__ = power
+    astype = astype
+
+    @property
+    def shape(self):
+        """The sides of the tile."""
+        return self.value.shape
+
+    @property
+    def dtype(self):
+        """The type of its elements."""
+        return self.value.dtype
 
 
 def by_rule(score_mod: Any, arrays: Sequence[tuple[int, str]]) -> Any:
@@ -318,13 +231,15 @@ def by_rule(score_mod: Any, arrays: Sequence[tuple[int, str]]) -> Any:
     zeros = [numpy.zeros((1,) * rank, dtype if dtype in TRIED else "float32") for rank, dtype in arrays]
     places = numpy.arange(2, dtype=numpy.int32)
     try:
-        evaluate(derivative(copy), numpy.ones((2, 2)), 0, 0, places[:, None], places[None, :], arrays=zeros)
+        evaluate(
+            derivative(copy), numpy.ones((2, 2), numpy.float32), 0, 0, places[:, None], places[None, :], arrays=zeros
+        )
     except UnsupportedOperationError:
         pass  # which the compiler may know
     except InterpreterError as error:
         raise DeclarationError(
-            f"no rule knows the derivative of score_mod: {error}; give it as score_grad=..., a function (score, b, h, q_idx, kv_idx, "
-            "*arrays) that returns d score_mod / d score"
+            f"no rule knows the derivative of score_mod: {error}; give it as score_grad=..., a function (score, b, h, q_idx, "
+            "kv_idx, *arrays) that returns d score_mod / d score"
         ) from error
     return copy
 
@@ -385,7 +300,8 @@ def _rewritten(function: FunctionType) -> CodeType:
         raise DeclarationError(
             f"the text of {function.__qualname__} lies in no file, and its derivative is made from it; put it into one"
         ) from error
-    lines, marked = [*lines], []
+    lines = [*lines]
+    marked: list[tuple[ast.expr, str]] = []
     own = next(each for each in trees if isinstance(each, ast.FunctionDef) and _first_line(each) == first + 1)
     for node in ast.walk(own):
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -393,7 +309,7 @@ def _rewritten(function: FunctionType) -> CodeType:
         elif isinstance(node, ast.Compare) and not isinstance(node.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
             marked += [(each, f"{VALUE_OF}(") for each in (node.left, *node.comparators)]
     edits = [(node.lineno, node.col_offset, place, text) for place, (node, text) in enumerate(marked)]
-    edits += [(node.end_lineno, node.end_col_offset, 0, ")") for node, _ in marked]
+    edits += [(node.end_lineno or 0, node.end_col_offset or 0, 0, ")") for node, _ in marked]
     for line, column, _, text in sorted(edits, reverse=True):  # what is further inside first
         before = lines[line - 1].encode()
         lines[line - 1] = (before[:column] + text.encode() + before[column:]).decode()

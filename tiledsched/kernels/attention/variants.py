@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import linecache
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import ArrayField
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import is_library
+from tiledsched.core.sources import function_of_text, is_library
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
@@ -158,9 +157,7 @@ def rank_of(field: ArrayField) -> int:
     raise DeclarationError('arrays: a shape is text, as in "batch seq_k"')
 
 
-def variant(
-    score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], score_grad: Any = None
-) -> KernelClass:
+def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], score_grad: Any = None) -> KernelClass:
     """The kernel of an author's functions and arrays of so many axes and such types, which is made at first.
 
     Raises:
@@ -321,17 +318,9 @@ def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
 
     names = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
     text = variant_source(ending, kernel.mod_arrays)
-    found = function_of(text, f"<{kernel.name}{ending}>", names, f"{VARIANT}{ending}")
+    found = function_of_text(text, f"<{kernel.name}{ending}>", names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
     return wider
-
-
-def function_of(text: str, file: str, names: dict[str, Any], name: str) -> Callable[..., None]:
-    """The function of a name in a text that this package wrote, which cuTile finds where Python keeps the text of modules."""
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), names)
-    found: Callable[..., None] = names[name]
-    return found
 
 
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:

@@ -17,8 +17,9 @@ import tiledsched.core.fields as ts
 from tiledsched.core.fields import Value
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.sources import function_of_text
 from tiledsched.kernels.attention import variants
-from tiledsched.kernels.attention.scales import LOG2_E, default_scale
+from tiledsched.kernels.attention.scales import LOG2_E
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
 from tiledsched.kernels.attention_backward.problem import gradient_scales
 
@@ -41,7 +42,9 @@ def gradient_of(kernel: Any) -> KernelClass:
     score_mod, mask_mod = kernel.mods
     fields = {name: kernel.array_fields[name] for name in kernel.mod_arrays}
     copied = score_mod is not None and kernel.score_grad is None
-    score = by_rule(score_mod, [(len(each.shape.split()), each.dtype) for each in fields.values()]) if copied else score_mod
+    score = (
+        by_rule(score_mod, [(len(each.shape.split()), each.dtype) for each in fields.values()]) if copied else score_mod
+    )
     name = kernel.name.replace("flex_", "flex_backward_", 1)
     body = {
         "__module__": __name__,
@@ -97,7 +100,7 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
     score, mask, slope = kernel.mods
     names = {**vars(entries), "MODS": Mods(score, mask, slope)}
     text = with_arrays(inspect.getsource(entry), kernel.mod_arrays, {"SCORE_MOD": score, "MASK_MOD": mask})
-    return variants.function_of(text, f"<{kernel.name} {entry.__name__}>", names, entry.__name__)
+    return function_of_text(text, f"<{kernel.name} {entry.__name__}>", names, entry.__name__)
 
 
 def with_arrays(text: str, arrays: tuple[str, ...], given: Mapping[str, Any]) -> str:
