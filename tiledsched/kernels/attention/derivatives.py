@@ -156,8 +156,13 @@ of_maximum = formula("(ct.where(x > y, 1.0, 0.0), ct.where(x > y, 0.0, 1.0))")
 of_minimum = formula("(ct.where(x < y, 1.0, 0.0), ct.where(x < y, 0.0, 1.0))")
 of_abs, of_steps = formula("ct.where(x < 0, -1.0, 1.0)"), formula("0.0")
 RULES: dict[Any, Callable[..., Any]] = {
-    ct.add: add, ct.sub: sub, ct.mul: mul, ct.truediv: truediv,
-    ct.where: where, ct.astype: astype, ct.pow: power,
+    ct.add: add,
+    ct.sub: sub,
+    ct.mul: mul,
+    ct.truediv: truediv,
+    ct.where: where,
+    ct.astype: astype,
+    ct.pow: power,
     ct.maximum: of_two(ct.maximum, of_maximum),
     ct.minimum: of_two(ct.minimum, of_minimum),
     ct.exp: of_one(ct.exp, formula("y")),
