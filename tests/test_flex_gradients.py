@@ -9,8 +9,10 @@ import math
 import cuda.tile as ct
 import numpy as np
 import pytest
+from tile_checks import mutated
 
 import tiledsched as ts
+from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import evaluate, run_schedule
@@ -42,6 +44,13 @@ def causal_score(score, b, h, q_idx, kv_idx, *arrays):
 
 def undefined_when_hidden(score, b, h, q_idx, kv_idx, *arrays):
     return score + ct.log(ct.sqrt(score * 0 + (q_idx - kv_idx + 1)))
+
+
+def up_to(rows):
+    def score_mod(score, b, h, q_idx, kv_idx, *arrays):
+        return score * ct.rsqrt(rows - ct.astype(q_idx, ct.float32))
+
+    return score_mod
 
 
 def causal(b, h, q_idx, kv_idx, *arrays):
@@ -95,7 +104,7 @@ def case(name, b, h, rows, keys, rng):
         capped = lambda s: (CAP * np.tanh(s / CAP), 1 - np.tanh(s / CAP) ** 2)  # noqa: E731
         return kernel(softcap, causal), [], capped, j <= i
     if name == "documents":
-        ids = np.sort(rng.integers(0, 3, (b, max(rows, keys))), 1).astype(np.int32)
+        ids = np.sort(rng.integers(0, 3 + 2 * np.arange(b)[:, None], (b, max(rows, keys))), 1).astype(np.int32)
         seen = ids[:, :rows, None] == ids[:, None, :keys]
         return kernel(None, same_document, ids=ts.array("batch seq_k", dtype="int32")), [ids], None, seen[:, None]
     if name == "by_key":
@@ -107,6 +116,9 @@ def case(name, b, h, rows, keys, rng):
     if name == "undefined":
         bias = 0.5 * np.log(np.maximum(i - j + 1.0, 1e-9))
         return kernel(undefined_when_hidden, causal), [], lambda s: (s + bias, s * 0 + 1), j <= i
+    if name == "up_to":
+        factor = (rows - i) ** -0.5
+        return kernel(_up_to(rows), None), [], lambda s: (s * factor, s * 0 + factor), True
     return kernel(None, strictly_before), [], None, j < i
 
 
@@ -119,6 +131,7 @@ def kernel(score_mod, mask_mod, **arrays):
     return _kernel(score_mod, mask_mod, tuple(arrays.items()))
 
 
+_up_to = functools.cache(up_to)
 CHANGES = (
     {},
     {"structure": "two_pass", "tile_m": 32, "tile_n": 32, "tile_m_dq": 32, "tile_n_dq": 16, "loop_split": True},
@@ -148,7 +161,7 @@ def errors(name, rows, keys, change=0, b=1, h=2, kv_heads=1, head_dim=64, seed=0
     ]
 
 
-NAMES = ("alibi", "softcap", "documents", "by_key", "causal_score", "undefined", "strictly_before")
+NAMES = ("alibi", "softcap", "documents", "by_key", "causal_score", "undefined", "strictly_before", "up_to")
 
 
 SIZES = ((1, 1, 64), (129, 129, 64), (63, 129, 128), (129, 1, 64))
@@ -157,13 +170,47 @@ SIZES = ((1, 1, 64), (129, 129, 64), (63, 129, 128), (129, 1, 64))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", range(len(CHANGES)))
 def test_gradients_are_those_of_a_formula_in_float64(name, change):
-    assert max(errors(name, 63, 63, change, b=2, h=2)) < 3e-3
+    assert np.max(errors(name, 63, 63, change, b=2, h=2)) < 3e-3
 
 
 @pytest.mark.parametrize(("name", "size"), [*zip(NAMES, SIZES * 2, strict=False)])
 def test_sizes_that_are_no_multiples_of_tiles(name, size):
     rows, keys, head_dim = size
-    assert max(errors(name, rows, max(keys, rows) if name == "documents" else keys, 0, head_dim=head_dim)) < 3e-3
+    assert np.max(errors(name, rows, max(keys, rows) if name == "documents" else keys, 0, head_dim=head_dim)) < 3e-3
+
+
+SEEN = "ct.where(seen_by_mod(columns, last, keys, const), p, 0.0)"
+MUTATIONS = {
+    "no derivative": ("ds = sloped(ds, slope, p)", "ds = ds", "softcap", 0),
+    "no derivative in the second pass": ("ds = sloped(ds, slope, p)", "ds = ds", "softcap", 1),
+    "a derivative where nothing is seen": ("ct.where(p == 0.0, 0.0, ds * slope)", "ds * slope", "undefined", 0),
+    "a derivative taken twice": ("0.0, ds * slope)", "0.0, ds * slope * slope)", "by_key", 0),
+    "scores that are not scaled": ("scaled = scores * variant.scale", "scaled = scores * 1.0", "softcap", 0),
+    "no mask": ("visible = visible & seen_by_mod", "visible = visible | seen_by_mod", "documents", 0),
+    "no mask in the second pass": (SEEN, "p", "documents", 1),
+    "rows behind the last": ("visible = last < seq_q + tile.offset", "visible = last >= 0", "up_to", 0),
+    "the mask of the first head": ("variant_of(0, rows.head,", "variant_of(0, 0 * rows.head,", "by_key", 0),
+    "scores of the first head": ("variant_of(0, rows.head,", "variant_of(0, 0 * rows.head,", "alibi", 2),
+    "scores of the first head, second pass": ("variant_of(0, head,", "variant_of(0, 0 * head,", "alibi", 1),
+    "the mask of the first sequence": (
+        "rows.head, rows.entry, tile.offset",
+        "rows.head, 0, tile.offset",
+        "documents",
+        0,
+    ),
+    "derivatives in the place of scores": ("value_of(changed).astype", "slope_of(changed).astype", "softcap", 0),
+}
+MODULES = [
+    "tiledsched.kernels.attention.mods",
+    *(f"tiledsched.kernels.attention_backward.{name}" for name in ("tiles", "rows", "queries", "entries")),
+]
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_faults_are_noticed(fault):
+    old, new, name, change = MUTATIONS[fault]
+    with mutated(MODULES, old, new):
+        assert not np.max(errors(name, 63, 63, change, b=2, h=2)) < 3e-3
 
 
 # Derivatives by rule.
@@ -286,6 +333,13 @@ def test_what_no_rule_knows_names_the_line_and_the_remedy():
 
 def twice_softcap(score, b, h, q_idx, kv_idx, *arrays):
     return 2.0 * (1.0 - ct.tanh(score / CAP) * ct.tanh(score / CAP))
+
+
+def test_check_knows_variants_and_finds_a_wrong_derivative():
+    wrong = gradient_of(flex_attention(score_mod=softcap, mask_mod=causal, score_grad=twice_softcap))
+    schedule = space_for("sm_90", wrong).default(wrong.small()[0])
+    assert check_schedule(kernel(softcap, causal), kernel(softcap, causal).small()[0], schedule)[0]
+    assert "relative error 1 " in check_schedule(wrong, wrong.small()[0], schedule)[2]
 
 
 def test_the_authors_own_derivative_is_used_and_part_of_the_identity():

@@ -45,6 +45,8 @@ PAIRS_AT_ONCE = 1 << 22
 """Most pairs of row and key for which a function is evaluated together; each takes about 50 bytes meanwhile."""
 MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
 """What a function that hides keys is given, before the arrays."""
+MODS = ("score_mod", "mask_mod", "score_grad")
+"""The functions of an author, as a kernel has them in `mods`; None for those that he does not give."""
 PLAIN = (bool, int, float, str, type(None))
 REFUSED = (
     "it must be a function with a name in a file (def {example}(...): ...), a function that such a function returns, or a frozen "
@@ -179,7 +181,7 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], sc
         return _by_functions[key]
     except (KeyError, TypeError):
         pass
-    given = {"score_mod": score_mod, "mask_mod": mask_mod, "score_grad": score_grad}
+    given = dict(zip(MODS, (score_mod, mask_mod, score_grad), strict=True))
     code = {what: code_of(each, what) for what, each in given.items() if each is not None}
     for what in code:
         check_parameters(given[what], what, len(arrays))
@@ -268,8 +270,7 @@ def make(
             "list_length": lambda p: HEAD + -(-p.seq_k // BLOCK),
         },
         "constraints": CONSTRAINTS,
-        "mods": (score_mod, mask_mod),
-        "score_grad": score_grad,
+        "mods": (score_mod, mask_mod, score_grad),
         "mod_arrays": names,
         "identity": identity,
         "declared_in": "",
@@ -311,7 +312,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
 
 def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     """The compile-time constants, as the kernels name them."""
-    score_mod, mask_mod = p.declaration.mods
+    score_mod, mask_mod, _ = p.declaration.mods
     size = BLOCK if p.listed else 0
     full = size and not (p.causal or p.lengths)  # whether the list says which steps need no mask
     more = {
@@ -423,7 +424,7 @@ def evaluated(kernel: Any, what: str, *values: Any, arrays: Mapping[str, Any]) -
     """
     from tiledsched.interpreter import InterpreterError, evaluate
 
-    function = kernel.mods[what == "mask_mod"]
+    function = kernel.mods[MODS.index(what)]
     try:
         return evaluate(function, *values, arrays=[arrays[name] for name in kernel.mod_arrays])
     except InterpreterError as error:
@@ -436,7 +437,24 @@ def reference(
     xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Any, **arrays: Any
 ) -> tuple[Any, Any]:
     """The output and the log-sum-exp of each row in the precision of the inputs, with the author's own functions."""
-    kernel, (score_mod, mask_mod) = p.declaration, p.declaration.mods
+    out, lse = attention_and_lse(
+        xp,
+        Q,
+        K,
+        V,
+        dtype=str(Q.dtype),
+        sinks=Sinks,
+        starts=Starts,
+        lengths=Lengths,
+        **changed_scores(xp, p, arrays),
+        **problem.mask_of(p),
+    )
+    return out, lse[..., None]
+
+
+def changed_scores(xp: Any, p: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of attention's reference by which it has scores as the author's functions change and hide them."""
+    kernel, (score_mod, mask_mod) = p.declaration, p.declaration.mods[:2]
     last: dict[Any, Any] = {}
 
     def visible(b: int, h: int, first: int, count: int) -> Any:
@@ -453,20 +471,7 @@ def reference(
             scores = xp.asarray(evaluated(kernel, "score_mod", to_host(scores), *places, arrays=arrays), scores.dtype)
         return scores if mask_mod is None else xp.where(visible(b, h, first, count), scores, -xp.inf)
 
-    out, lse = attention_and_lse(
-        xp,
-        Q,
-        K,
-        V,
-        dtype=str(Q.dtype),
-        sinks=Sinks,
-        starts=Starts,
-        lengths=Lengths,
-        modified=modified,
-        rows_per_chunk=rows_at_once(p.seq_k),
-        **problem.mask_of(p),
-    )
-    return out, lse[..., None]
+    return {"modified": modified, "rows_per_chunk": rows_at_once(p.seq_k)}
 
 
 def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterator[Case]:

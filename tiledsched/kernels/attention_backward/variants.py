@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
@@ -18,11 +18,19 @@ from tiledsched.core.fields import Value
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import function_of_text
+from tiledsched.core.storage import to_host
 from tiledsched.kernels.attention import variants
+from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.scales import LOG2_E
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
+from tiledsched.kernels.attention_backward.inputs import adversarial_case, random_inputs
 from tiledsched.kernels.attention_backward.problem import gradient_scales
+from tiledsched.kernels.attention_backward.reference import attention_gradients
 
+SIZES = ("array_side", "mask_batch", "mask_heads")
+"""What a problem derives as that of forward does."""
+STEP = 1e-6
+"""Half of the difference of scores from which the reference takes a derivative."""
 WITH_MODS = ("attention_backward_keys", "attention_backward_queries")
 """The launches that make scores."""
 
@@ -37,14 +45,14 @@ def gradient_of(kernel: Any) -> KernelClass:
     Raises:
         DeclarationError: no rule knows the derivative of its `score_mod`, and it has no `score_grad`.
     """
-    from tiledsched.kernels.attention.derivatives import by_rule
+    from tiledsched.kernels.attention.derivatives import by_rule, derivative
 
-    score_mod, mask_mod = kernel.mods
+    score_mod, mask_mod, score_grad = kernel.mods
     fields = {name: kernel.array_fields[name] for name in kernel.mod_arrays}
-    copied = score_mod is not None and kernel.score_grad is None
-    score = (
-        by_rule(score_mod, [(len(each.shape.split()), each.dtype) for each in fields.values()]) if copied else score_mod
-    )
+    copied = score_mod is not None and score_grad is None
+    if copied:
+        score_mod = by_rule(score_mod, [(len(each.shape.split()), each.dtype) for each in fields.values()])
+        score_grad = derivative(score_mod)
     name = kernel.name.replace("flex_", "flex_backward_", 1)
     body = {
         "__module__": __name__,
@@ -52,16 +60,17 @@ def gradient_of(kernel: Any) -> KernelClass:
         "name": name,
         "suites": {},
         "default_suite": "",
-        "attention": kernel,
-        "mods": (score, mask_mod, kernel.score_grad),
+        "derived": AttentionBackward.derived | {name: kernel.derived[name] for name in SIZES},
+        "mods": (score_mod, mask_mod, score_grad),
+        "by_rule": copied,
         "mod_arrays": kernel.mod_arrays,
         "identity": kernel.identity,
         "declared_in": kernel.declared_in,
         "scale_log2": ts.scalar(lambda p: scales(p)[0], dtype="float32"),
         "cap_scale": ts.scalar(lambda p: scales(p)[1], dtype="float32"),
         **fields,
-        **{each.__name__: staticmethod(each) for each in (canonical, launches)},
-        **{each.__name__: classmethod(each) for each in (variants.source_hash, variants.locator)},
+        **{each.__name__: staticmethod(each) for each in (canonical, launches, inputs, reference, adversarial)},
+        **{each.__name__: classmethod(each) for each in (variants.source_hash, variants.locator, small)},
     }
     return type(name, (AttentionBackward,), body)
 
@@ -85,6 +94,80 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in variants.canonical({**values, "page": 0}).items() if name != "page"}
 
 
+def inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
+    """Random inputs, with what attention gives for them."""
+    own, read = variants.drawn_arrays(xp, rng, p)
+    return random_inputs(xp, rng, p, own, **variants.changed_scores(xp, p, read))
+
+
+def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterator[Any]:
+    """Yield one case, as attention's gradients have it."""
+    own, read = variants.drawn_arrays(xp, rng, p)
+    yield adversarial_case(xp, rng, p, right, own, **variants.changed_scores(xp, p, read))
+
+
+def reference(
+    xp: Any,
+    Q: Any,
+    K: Any,
+    V: Any,
+    Out: Any,
+    dOut: Any,
+    Lse: Any,
+    Sinks: Any,
+    Starts: Any,
+    Lengths: Any,
+    dLse: Any,
+    p: Any,
+    **arrays: Any,
+) -> tuple[Any, ...]:
+    """The gradients in the precision of the inputs, with the author's own functions.
+
+    A derivative that the author gives is not used: that of small differences takes its place, so that a wrong one is found.
+    """
+    kernel = p.declaration
+
+    def slope(scores: Any, b: int, h: int, first: int) -> Any:
+        at = variants.indices(p, b, h, first, len(scores))
+        exact = to_host(scores).astype("float64")
+        if kernel.by_rule:
+            found = variants.evaluated(kernel, "score_grad", exact, *at, arrays=arrays)
+        else:
+            more, less = (
+                variants.evaluated(kernel, "score_mod", exact + step, *at, arrays=arrays) for step in (STEP, -STEP)
+            )
+            found = (more - less) / (2 * STEP)
+        return xp.asarray(found, scores.dtype)
+
+    return attention_gradients(
+        xp,
+        Q,
+        K,
+        V,
+        Out,
+        dOut,
+        Lse,
+        dLse,
+        dtype=str(Q.dtype),
+        sinks=Sinks,
+        starts=Starts,
+        lengths=Lengths,
+        slope=slope if kernel.mods[0] else None,
+        **variants.changed_scores(xp, p, arrays),
+        **mask_of(p),
+    )[: 3 + p.sinks]
+
+
+def small(kernel: Any) -> list[Any]:
+    """Problems of odd lengths, with grouped heads."""
+    make = kernel.problem
+    return [
+        make(seq_q=70, seq_k=90, head_dim=32, heads=4, kv_heads=2, batch=2),
+        make(seq_q=90, seq_k=50, head_dim=40, heads=2, dtype="bfloat16", dlse=True, deterministic=True),
+        make(seq_q=1, seq_k=130, head_dim=64),
+    ]
+
+
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
     """As for attention's gradients, with the author's functions where scores are made."""
     found = AttentionBackward.launches(p, s, device)
@@ -98,7 +181,7 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
     from tiledsched.kernels.attention_backward import entries
 
     score, mask, slope = kernel.mods
-    names = {**vars(entries), "MODS": Mods(score, mask, slope)}
+    names = {**vars(entries), "MODS": Mods(score, mask, None if kernel.by_rule else slope)}
     text = with_arrays(inspect.getsource(entry), kernel.mod_arrays, {"SCORE_MOD": score, "MASK_MOD": mask})
     return function_of_text(text, f"<{kernel.name} {entry.__name__}>", names, entry.__name__)
 
