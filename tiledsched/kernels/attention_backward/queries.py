@@ -117,6 +117,8 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     if const.SCORE_MOD:
         logits, slope = modified_with_slope(logits, columns, last, keys)
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
+    if const.MASK_MOD:
+        p = ct.where(seen_by_mod(columns, last, keys, const), p, 0.0)
     if MASKED and (const.CAUSAL or not const.EVEN):
         if const.WINDOW or const.STARTS or const.LENGTHS:
             visible = seen(columns, last, keys, const)
@@ -127,13 +129,11 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
         else:
             visible = columns < keys.K.shape[2]
         p = ct.where(visible, p, 0.0)
-    if const.MASK_MOD:
-        p = ct.where(seen_by_mod(columns, last, keys, const), p, 0.0)
     ds = p * (across(v, gradient, zeros, const) - delta)
-    if const.SOFTCAP:
-        ds = ds * (1.0 - logits * logits)
     if const.SCORE_MOD:
         ds = sloped(ds, slope, p)
+    if const.SOFTCAP:
+        ds = ds * (1.0 - logits * logits)
     ds = ds.astype(k[0].dtype)
     parts = ()
     for part in ct.static_iter(range(len(sums))):

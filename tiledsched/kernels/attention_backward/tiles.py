@@ -425,10 +425,10 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     if const.DV_PLACE == 0:
         dv = add_parts(dv, weights, gradient, const)
     ds = p * dp
-    if const.SOFTCAP:
-        ds = ds * (1.0 - logits * logits)
     if const.SCORE_MOD:
         ds = sloped(ds, slope, p)
+    if const.SOFTCAP:
+        ds = ds * (1.0 - logits * logits)
     ds = ds.astype(q[0].dtype)
     dk = add_parts(dk, ds, q, const)
     if const.DV_PLACE == 1:
