@@ -14,7 +14,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -32,6 +32,7 @@ from tiledsched.core.storage import to_float, to_host, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.inputs import adversarial_case, places
+from tiledsched.kernels.attention.options import VARIANT_ARRAYS
 from tiledsched.kernels.attention.reference import ROWS_PER_CHUNK, attention_and_lse
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
@@ -43,6 +44,8 @@ HEAD = 2
 """Numbers of a list before those of blocks; see :mod:`tiledsched.kernels.attention.mods`."""
 PAIRS_AT_ONCE = 1 << 22
 """Most pairs of row and key for which a function is evaluated together; each takes about 50 bytes meanwhile."""
+WIDE_ARRAY = "Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]"
+"""The type of an array of more than 2**31 - 1 elements, in the text of kernels."""
 MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
 """What a function that hides keys is given, before the arrays."""
 MODS = ("score_mod", "mask_mod", "score_grad")
@@ -52,6 +55,8 @@ REFUSED = (
     "it must be a function with a name in a file (def {example}(...): ...), a function that such a function returns, or a frozen "
     "dataclass with __call__"
 )
+MAX_FUNCTIONS = 1024
+"""Pairs of functions that are found without reading their text: a function may be made anew in each call."""
 _known: dict[str, KernelClass] = {}
 
 
@@ -81,7 +86,10 @@ def code_of(function: Any, what: str) -> list[Any]:
             own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
             parts = [visit(each, f"{where}, which holds {name}") for name, each in own.items()]
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
-        if isinstance(value, ModuleType) or is_library(str(getattr(value, "__module__", None) or "")):
+        is_partial = isinstance(value, functools.partial)  # of a module of Python's, but no code of it
+        if isinstance(value, ModuleType) or (
+            not is_partial and is_library(str(getattr(value, "__module__", None) or ""))
+        ):
             return getattr(value, "__qualname__", getattr(value, "__name__", repr(value)))
         raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; " + REFUSED.format(example=what))
 
@@ -102,11 +110,16 @@ def source_of(function: FunctionType, what: str) -> str:
         DeclarationError: its text lies in no file.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return _text_of(inspect.unwrap(function).__code__)
     except (OSError, SyntaxError, TypeError) as error:
         raise DeclarationError(
             f"{what}: the text of {function.__qualname__} lies in no file, and the compiler reads it; put it into one"
         ) from error
+
+
+@functools.lru_cache(maxsize=1024)  # functions that another returns in each call have one code
+def _text_of(code: CodeType) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (
@@ -176,12 +189,11 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], sc
         raise DeclarationError("give score_mod or mask_mod; attention without either is tiledsched.sdpa")
     if score_grad is not None and score_mod is None:
         raise DeclarationError("score_grad is the derivative of score_mod; give both, or leave out score_grad")
-    key = (score_mod, mask_mod, score_grad, *arrays)
-    try:
-        return _by_functions[key]
-    except (KeyError, TypeError):
-        pass
-    given = dict(zip(MODS, (score_mod, mask_mod, score_grad), strict=True))
+    functions = (score_mod, mask_mod, score_grad)
+    key = (*map(id, functions), *arrays)
+    if key in _by_functions:
+        return _by_functions[key][0]
+    given = dict(zip(MODS, functions, strict=True))
     code = {what: code_of(each, what) for what, each in given.items() if each is not None}
     for what in code:
         check_parameters(given[what], what, len(arrays))
@@ -191,11 +203,15 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], sc
     if name not in _known:
         _known[name] = make(name, identity, score_mod, mask_mod, arrays, score_grad)
     found = _known[name]
-    _by_functions[key] = found
+    if len(_by_functions) >= MAX_FUNCTIONS:
+        _by_functions.clear()
+    _by_functions[key] = found, *functions
     return found
 
 
-_by_functions: dict[Any, KernelClass] = {}
+_by_functions: dict[Any, tuple[Any, ...]] = {}
+"""Kernels by the identity of their functions, which are held so that no other object takes it. Functions that are equal may be
+different code: `Scale(1) == Scale(1.0)`, for a dataclass."""
 
 
 def word_of(function: Any) -> str:
@@ -331,19 +347,22 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
 def entry(p: Any, s: Schedule) -> Callable[..., None]:
     """The kernel of a problem and schedule."""
     ending = "_share" if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
-    return entry_of(p.declaration, ending, p.wide)
+    given = tuple([each for each in VARIANT_ARRAYS if p.declaration.present(each, p)])
+    return entry_of(p.declaration, ending, given, p.wide)
 
 
 @functools.lru_cache(maxsize=256)
-def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
+def entry_of(kernel: Any, ending: str, given: tuple[str, ...], wide: bool) -> Callable[..., None]:
     """The kernel function with the functions of an author, from text that cuTile finds where Python keeps the text of modules."""
     from tiledsched.kernels.attention import entries, mods
     from tiledsched.kernels.attention.entries_source import VARIANT, variant_source
 
     names = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
-    text = variant_source(ending, kernel.mod_arrays)
-    found = function_of_text(text, f"<{kernel.name}{ending}>", names, f"{VARIANT}{ending}")
+    text = variant_source(ending, given, kernel.mod_arrays)
+    found = function_of_text(text, f"<{kernel.name}{ending} {' '.join(given)}>", names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
+    if wide:
+        wider.__annotations__.update(dict.fromkeys(kernel.mod_arrays, WIDE_ARRAY))
     return wider
 
 
@@ -428,8 +447,9 @@ def evaluated(kernel: Any, what: str, *values: Any, arrays: Mapping[str, Any]) -
     try:
         return evaluate(function, *values, arrays=[arrays[name] for name in kernel.mod_arrays])
     except InterpreterError as error:
-        written = function if isinstance(function, FunctionType) else type(function).__call__
-        place = author_line(error.__cause__ or error) or function_line(written)
+        place = author_line(error.__cause__ or error) or function_line(
+            (getattr(function, "__code__", None) and function) or type(function).__call__
+        )
         raise DeclarationError(f"{place}: {what}: {str(error).removesuffix(f' ({place})')}") from error
 
 
