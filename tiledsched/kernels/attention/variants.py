@@ -413,8 +413,8 @@ def blocks_of(xp: Any, p: Any, arrays: Mapping[str, Any], batches: int, heads: i
     found = numpy.empty((batches, heads, p.row_blocks, p.list_length), numpy.int32)
     for b, h in numpy.ndindex(batches, heads):
         for first in range(0, p.seq_q, chunk := -(-rows_at_once(p.seq_k) // BLOCK) * BLOCK):
-            visible = mask_of_rows(p, arrays, b, h, first, min(chunk, p.seq_q - first))
-            part = list_blocks(numpy, visible[None, None])
+            visible = mask_of_rows(xp, p, arrays, b, h, first, min(chunk, p.seq_q - first))
+            part = list_blocks(xp, visible[None, None])
             found[b, h, first // BLOCK : first // BLOCK + part.shape[2]] = part[0, 0]
     return xp.asarray(found)
 
@@ -424,9 +424,30 @@ def rows_at_once(seq_k: int) -> int:
     return max(1, min(ROWS_PER_CHUNK, PAIRS_AT_ONCE // seq_k))
 
 
-def mask_of_rows(p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
-    """`[count, seq_k]`, NumPy: which keys each row from `first` on sees, as the author's function says."""
+def mask_of_rows(xp: Any, p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
+    """`[count, seq_k]`: which keys each row from `first` on sees, as the author's function says."""
+    if xp is not numpy:
+        scores = xp.zeros((count, p.seq_k), numpy.float32)
+        applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=False)
+        return xp.isfinite(scores)
     return evaluated(p.declaration, "mask_mod", *indices(p, b, h, first, count), arrays=arrays)
+
+
+def applied_on_gpu(xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], *place: int, scored: bool) -> Any:
+    """Scores of CuPy that :func:`tiledsched.kernels.attention.applied.apply_on_gpu` changed in place."""
+    from tiledsched.kernels.attention.applied import apply_on_gpu
+
+    apply_on_gpu(xp.cuda.get_current_stream(), kernel, scores, arrays, *place, scored=scored)
+    return scores
+
+
+def with_score_mod(
+    xp: Any, kernel: Any, p: Any, scores: Any, arrays: Mapping[str, Any], b: int, h: int, first: int
+) -> Any:
+    """Scores `[rows, seq_k]` of a head, from row `first` on, as the function of scores among a kernel's `mods` changes them."""
+    if xp is not numpy:
+        return applied_on_gpu(xp, kernel, scores.copy(), arrays, b, h, first, scored=True)
+    return evaluated(kernel, "score_mod", scores, *indices(p, b, h, first, len(scores)), arrays=arrays)
 
 
 def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
@@ -481,14 +502,15 @@ def changed_scores(xp: Any, p: Any, arrays: Mapping[str, Any]) -> dict[str, Any]
         place = b % p.mask_batch, h % p.mask_heads, first
         if place not in last:
             last.clear()
-            last[place] = xp.asarray(mask_of_rows(p, arrays, b, h, first, count))
+            last[place] = mask_of_rows(xp, p, arrays, b, h, first, count)
         return last[place]
 
     def modified(scores: Any, b: int, h: int, first: int) -> Any:
         count = len(scores)
+        if xp is not numpy:
+            return applied_on_gpu(xp, kernel, scores, arrays, b, h, first, scored=score_mod is not None)
         if score_mod is not None:
-            places = indices(p, b, h, first, count)
-            scores = xp.asarray(evaluated(kernel, "score_mod", to_host(scores), *places, arrays=arrays), scores.dtype)
+            scores = with_score_mod(xp, kernel, p, scores, arrays, b, h, first)
         return scores if mask_mod is None else xp.where(visible(b, h, first, count), scores, -xp.inf)
 
     return {"modified": modified, "rows_per_chunk": rows_at_once(p.seq_k)}
@@ -518,16 +540,15 @@ def list_blocks(xp: Any, visible: Any) -> Any:
     batches, heads, rows, keys = visible.shape
     row_blocks, key_blocks = -(-rows // BLOCK), -(-keys // BLOCK)
     found = numpy.zeros((batches, heads, row_blocks, HEAD + key_blocks), numpy.int32)
-    for index in numpy.ndindex(batches, heads, row_blocks):
-        part = visible[index[0], index[1], index[2] * BLOCK : (index[2] + 1) * BLOCK]
-        starts = xp.arange(0, keys, BLOCK)
-        some = xp.logical_or.reduceat(part.any(axis=0), starts)
-        every = xp.logical_and.reduceat(part.all(axis=0), starts)
-        if keys % BLOCK:  # the mask hides what lies behind the last key
-            every[-1] = False
+    for b, h, block in numpy.ndindex(batches, heads, row_blocks):
+        part = visible[b, h, block * BLOCK : (block + 1) * BLOCK]
+        padded = xp.zeros((len(part), key_blocks * BLOCK), bool)  # no block is full that crosses the last key
+        padded[:, :keys] = part
+        sides = padded.reshape(len(part), key_blocks, BLOCK)
+        some, every = to_host(sides.any(axis=(0, 2))), to_host(sides.all(axis=(0, 2)))
         partial, full = (numpy.flatnonzero(each) for each in (some & ~every, every))
-        found[index][:HEAD] = len(partial), len(partial) + len(full)
-        found[index][HEAD : HEAD + len(partial)] = partial
+        found[b, h, block, :HEAD] = len(partial), len(partial) + len(full)
+        found[b, h, block, HEAD : HEAD + len(partial)] = partial
         if len(full):
-            found[index][-len(full) :] = full[::-1]
+            found[b, h, block, -len(full) :] = full[::-1]
     return found

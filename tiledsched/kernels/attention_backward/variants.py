@@ -18,7 +18,6 @@ from tiledsched.core.fields import Value
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import function_of_text
-from tiledsched.core.storage import to_host
 from tiledsched.kernels.attention import variants
 from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.scales import LOG2_E
@@ -49,11 +48,12 @@ def gradient_of(kernel: Any) -> KernelClass:
 
     score_mod, mask_mod, score_grad = kernel.mods
     fields = {name: kernel.array_fields[name] for name in kernel.mod_arrays}
-    copied = score_mod is not None and score_grad is None
-    if copied:
+    of_slope = score_mod
+    if score_mod is not None and score_grad is None:
         score_mod = by_rule(score_mod, [(len(each.shape.split()), each.dtype) for each in fields.values()])
-        score_grad = derivative(score_mod)
+        of_slope = derivative(score_mod)
     name = kernel.name.replace("flex_", "flex_backward_", 1)
+    for_reference = {"name": f"{name}_slope", "mods": (of_slope, None, None), "mod_arrays": kernel.mod_arrays}
     body = {
         "__module__": __name__,
         "__doc__": f"The gradients of {kernel.name}.",
@@ -62,7 +62,7 @@ def gradient_of(kernel: Any) -> KernelClass:
         "default_suite": "",
         "derived": AttentionBackward.derived | {name: kernel.derived[name] for name in SIZES},
         "mods": (score_mod, mask_mod, score_grad),
-        "by_rule": copied,
+        "for_reference": type(name, (), for_reference),
         "mod_arrays": kernel.mod_arrays,
         "identity": kernel.identity,
         "declared_in": kernel.declared_in,
@@ -128,16 +128,9 @@ def reference(
     kernel = p.declaration
 
     def slope(scores: Any, b: int, h: int, first: int) -> Any:
-        at = variants.indices(p, b, h, first, len(scores))
-        exact = to_host(scores).astype("float64")
-        if kernel.by_rule:
-            found = variants.evaluated(kernel, "score_grad", exact, *at, arrays=arrays)
-        else:
-            more, less = (
-                variants.evaluated(kernel, "score_mod", exact + step, *at, arrays=arrays) for step in (STEP, -STEP)
-            )
-            found = (more - less) / (2 * STEP)
-        return xp.asarray(found, scores.dtype)
+        at = lambda each: variants.with_score_mod(xp, kernel.for_reference, p, each, arrays, b, h, first)  # noqa: E731
+        scores = scores.astype("float64")
+        return at(scores) if kernel.mods[2] is None else (at(scores + STEP) - at(scores - STEP)) / (2 * STEP)
 
     return attention_gradients(
         xp,
@@ -181,7 +174,7 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
     from tiledsched.kernels.attention_backward import entries
 
     score, mask, slope = kernel.mods
-    names = {**vars(entries), "MODS": Mods(score, mask, None if kernel.by_rule else slope)}
+    names = {**vars(entries), "MODS": Mods(score, mask, slope)}
     text = with_arrays(inspect.getsource(entry), kernel.mod_arrays, {"SCORE_MOD": score, "MASK_MOD": mask})
     return function_of_text(text, f"<{kernel.name} {entry.__name__}>", names, entry.__name__)
 
