@@ -13,17 +13,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import tiledsched.core.fields as ts
 from tiledsched.core.fields import Value
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import function_of_text
 from tiledsched.kernels.attention import variants
 from tiledsched.kernels.attention.problem import mask_of
-from tiledsched.kernels.attention.scales import LOG2_E
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
 from tiledsched.kernels.attention_backward.inputs import adversarial_case, random_inputs
-from tiledsched.kernels.attention_backward.problem import gradient_scales
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 
 SIZES = ("array_side", "mask_batch", "mask_heads")
@@ -66,23 +63,11 @@ def gradient_of(kernel: Any) -> KernelClass:
         "mod_arrays": kernel.mod_arrays,
         "identity": kernel.identity,
         "declared_in": kernel.declared_in,
-        "scale_log2": ts.scalar(lambda p: scales(p)[0], dtype="float32"),
-        "cap_scale": ts.scalar(lambda p: scales(p)[1], dtype="float32"),
         **fields,
         **{each.__name__: staticmethod(each) for each in (canonical, launches, inputs, reference, adversarial)},
         **{each.__name__: classmethod(each) for each in (variants.source_hash, variants.locator, small)},
     }
     return type(name, (AttentionBackward,), body)
-
-
-def scales(p: Any, scale: float | None = None) -> tuple[float, float, float]:
-    """The scalars of a launch: `scale_log2`, `cap_scale` and `scale`. A function of scores is given scores that are scaled.
-
-    Raises:
-        ProblemError: the softmax scale is not positive or no normal float32.
-    """
-    scale_log2, cap_scale, value = gradient_scales(p, scale)
-    return (LOG2_E, value, value) if p.declaration.mods[0] else (scale_log2, cap_scale, value)
 
 
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
