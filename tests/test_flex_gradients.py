@@ -179,16 +179,21 @@ def test_sizes_that_are_no_multiples_of_tiles(name, size):
     assert np.max(errors(name, rows, max(keys, rows) if name == "documents" else keys, 0, head_dim=head_dim)) < 3e-3
 
 
-SEEN = "ct.where(seen_by_mod(columns, last, keys, const), p, 0.0)"
+SLOPED = "ct.where(p == 0.0, 0.0, ds * slope)"
 MUTATIONS = {
-    "no derivative": ("ds = sloped(ds, slope, p)", "ds = ds", "softcap", 0),
-    "no derivative in the second pass": ("ds = sloped(ds, slope, p)", "ds = ds", "softcap", 1),
-    "a derivative where nothing is seen": ("ct.where(p == 0.0, 0.0, ds * slope)", "ds * slope", "undefined", 0),
-    "a derivative taken twice": ("0.0, ds * slope)", "0.0, ds * slope * slope)", "by_key", 0),
-    "scores that are not scaled": ("scaled = scores * variant.scale", "scaled = scores * 1.0", "softcap", 0),
-    "no mask": ("visible = visible & seen_by_mod", "visible = visible | seen_by_mod", "documents", 0),
-    "no mask in the second pass": (SEEN, "p", "documents", 1),
-    "rows behind the last": ("visible = last < seq_q + tile.offset", "visible = last >= 0", "up_to", 0),
+    "no derivative": (SLOPED, "ds", "softcap", 0),
+    "no derivative in the second pass": (SLOPED, "ds", "softcap", 1),
+    "a derivative where nothing is seen": (SLOPED, "ds * slope", "undefined", 0),
+    "a derivative taken twice": (SLOPED, "ds * slope * slope", "by_key", 0),
+    "scores that are not scaled": ("scores = scores * variant.scale", "scores = scores * 1.0", "softcap", 0),
+    "no mask": ("visible = visible & variant.mods.mask(*others)", "visible = visible", "documents", 0),
+    "no mask in the second pass": (
+        "visible = visible & variant.mods.mask(*others)",
+        "visible = visible",
+        "documents",
+        1,
+    ),
+    "rows behind the last": ("last < rows.Q.shape[2] + tile.offset, tile)", "last >= 0, tile)", "up_to", 0),
     "the mask of the first head": ("variant_of(0, rows.head,", "variant_of(0, 0 * rows.head,", "by_key", 0),
     "scores of the first head": ("variant_of(0, rows.head,", "variant_of(0, 0 * rows.head,", "alibi", 2),
     "scores of the first head, second pass": ("variant_of(0, head,", "variant_of(0, 0 * head,", "alibi", 1),
@@ -198,7 +203,7 @@ MUTATIONS = {
         "documents",
         0,
     ),
-    "derivatives in the place of scores": ("value_of(changed).astype", "slope_of(changed).astype", "softcap", 0),
+    "derivatives in the place of scores": ("value_of(changed), slope_of", "slope_of(changed), slope_of", "softcap", 0),
 }
 MODULES = [
     "tiledsched.kernels.attention.mods",
@@ -245,11 +250,11 @@ def waves(score, b, h, q_idx, kv_idx, *arrays):
 
 def choices(score, b, h, q_idx, kv_idx, *arrays):
     near = ct.where((score > -1.0) & (score <= 0.9), -score, score * score)
-    return near + ct.maximum(score, 0.3) + ct.minimum(1, score) + max(score, near) - min(score, -0.2)
+    return near + ct.maximum(score, 0.3) + ct.minimum(1, score) + ct.maximum(score, near)
 
 
 def steps(score, b, h, q_idx, kv_idx, *arrays):
-    return abs(score) * ct.floor(score) + ct.abs(score - 1.0) - ct.ceil(score) + score.astype(ct.int32)
+    return ct.abs(score) * ct.floor(score) + ct.abs(score - 1.0) - ct.ceil(score) + score.astype(ct.int32)
 
 
 def branches(score, b, h, q_idx, kv_idx, *arrays):

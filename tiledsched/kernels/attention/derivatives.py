@@ -14,21 +14,21 @@ At ties the second argument of a maximum or minimum counts, and the slope of `ab
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import linecache
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cuda.tile as ct
 import numpy
 
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.copies import Copier, codes_in
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.sources import function_of_text, is_library
+from tiledsched.core.sources import function_of_text
 
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
 TRIED = ("int32", "int64", "bool", "float64")
@@ -112,13 +112,6 @@ def swapped(rule):
     return other_first
 
 
-def power(x, y):
-    """`x ** y`, where `y` is a number that does not depend on the score."""
-    if not is_dual(x):
-        return x**y
-    return Dual(x.value**y, y * x.value ** (y - 1) * x.slope)
-
-
 def where(condition, x, y):
     """`ct.where` of numbers that may depend on the score."""
     found = ct.where(condition, value_of(x), value_of(y))
@@ -135,26 +128,9 @@ def astype(x, dtype, **options):
     return Dual(value, ct.astype(x.slope, dtype)) if ct.static_eval(dtype in FLOATS) else value
 
 
-def larger(x, y):
-    """Python's `max` in tile code."""
-    return max(x, y)
-
-
-def smaller(x, y):
-    """Python's `min` in tile code."""
-    return min(x, y)
-
-
-def magnitude(x):
-    """Python's `abs` in tile code."""
-    return abs(x)
-
-
 add, sub = of_two(ct.add, formula("(1.0, 1.0)")), of_two(ct.sub, formula("(1.0, -1.0)"))
 mul, truediv = of_two(ct.mul, formula("(y, x)")), of_two(ct.truediv, formula("(1.0 / y, -x / (y * y))"))
-of_maximum = formula("(ct.where(x > y, 1.0, 0.0), ct.where(x > y, 0.0, 1.0))")
-of_minimum = formula("(ct.where(x < y, 1.0, 0.0), ct.where(x < y, 0.0, 1.0))")
-of_abs, of_steps = formula("ct.where(x < 0, -1.0, 1.0)"), formula("0.0")
+power = of_two(ct.pow, formula("(y * x ** (y - 1), x**y * ct.log(x))"))
 RULES: dict[Any, Callable[..., Any]] = {
     ct.add: add,
     ct.sub: sub,
@@ -163,8 +139,8 @@ RULES: dict[Any, Callable[..., Any]] = {
     ct.where: where,
     ct.astype: astype,
     ct.pow: power,
-    ct.maximum: of_two(ct.maximum, of_maximum),
-    ct.minimum: of_two(ct.minimum, of_minimum),
+    ct.maximum: of_two(ct.maximum, formula("(ct.where(x > y, 1.0, 0.0), ct.where(x > y, 0.0, 1.0))")),
+    ct.minimum: of_two(ct.minimum, formula("(ct.where(x < y, 1.0, 0.0), ct.where(x < y, 0.0, 1.0))")),
     ct.exp: of_one(ct.exp, formula("y")),
     ct.exp2: of_one(ct.exp2, formula("y * LN_2")),
     ct.log: of_one(ct.log, formula("1.0 / x")),
@@ -175,20 +151,13 @@ RULES: dict[Any, Callable[..., Any]] = {
     ct.sin: of_one(ct.sin, formula("ct.cos(x)")),
     ct.cos: of_one(ct.cos, formula("-ct.sin(x)")),
     ct.negative: of_one(ct.negative, formula("-1.0")),
-    ct.abs: of_one(ct.abs, of_abs),
-    **{each: of_one(each, of_steps) for each in (ct.floor, ct.ceil)},
+    ct.abs: of_one(ct.abs, formula("ct.where(x < 0, -1.0, 1.0)")),
+    **{each: of_one(each, formula("0.0")) for each in (ct.floor, ct.ceil)},
     **{
         each: of_values(each) for each in (ct.equal, ct.not_equal, ct.less, ct.less_equal, ct.greater, ct.greater_equal)
     },
 }
 """cuTile's function -> what it is in a copy."""
-BUILTINS = {
-    "max": of_two(larger, of_maximum),
-    "min": of_two(smaller, of_minimum),
-    "abs": of_one(magnitude, of_abs),
-    VALUE_OF: value_of,
-}
-"""What further names are in a copy."""
 NAMESPACE = ModuleType(ct.__name__, "The module `cuda.tile` with functions that take a `Dual`.")
 vars(NAMESPACE).update({**vars(ct), **{plain.__name__: rule for plain, rule in RULES.items()}})
 
@@ -206,7 +175,7 @@ class Dual:
     __sub__, __rsub__ = sub, swapped(sub)
     __mul__, __rmul__ = mul, swapped(mul)
     __truediv__, __rtruediv__ = truediv, swapped(truediv)
-    __pow__ = power
+    __pow__, __rpow__ = power, swapped(power)
     astype = astype
 
     @property
@@ -232,7 +201,8 @@ def by_rule(score_mod: Any, arrays: Sequence[tuple[int, str]]) -> Any:
     """
     from tiledsched.interpreter import InterpreterError, UnsupportedOperationError, evaluate
 
-    copy = with_slope(score_mod)
+    replaced = {id(plain): rule for plain, rule in ((ct, NAMESPACE), *RULES.items())}
+    copy = Copier({VALUE_OF: value_of}, replaced, _rewritten).copy(score_mod)
     zeros = [numpy.zeros((1,) * rank, dtype if dtype in TRIED else "float32") for rank, dtype in arrays]
     places = numpy.arange(2, dtype=numpy.int32)
     try:
@@ -256,43 +226,6 @@ def derivative(copy: Any) -> Any:
         return slope_of(copy(score_of(score), *others))
 
     return score_grad
-
-
-def with_slope(value: Any) -> Any:
-    """A copy of a value that tile code names. Functions in it, which may be in tuples and frozen dataclasses, take a `Dual` where
-    the originals take a number, and return one where the result depends on it.
-
-    Raises:
-        DeclarationError: the text of a function is in no file.
-    """
-    if value is ct:
-        return NAMESPACE
-    if type(value) is tuple:
-        return tuple(map(with_slope, value))
-    if isinstance(value, FunctionType):
-        return RULES.get(value) or (value if is_library(value.__module__ or "") else _copy(value))
-    if dataclasses.is_dataclass(value) and callable(value) and not isinstance(value, type):
-        fields = {each.name: with_slope(getattr(value, each.name)) for each in dataclasses.fields(value) if each.init}
-        own = {
-            name: with_slope(each)
-            for base in reversed(type(value).__mro__)
-            for name, each in vars(base).items()
-            if isinstance(each, FunctionType) and (name[:2] != "__" or name == "__call__")
-        }
-        return type(type(value).__name__, (type(value),), own)(**fields)
-    return value
-
-
-def _copy(function: FunctionType) -> FunctionType:
-    code, outer = _rewritten(function), function.__globals__
-    read = {name for each in (code, *_codes(code)) for name in each.co_names}
-    names = {**BUILTINS, "__name__": function.__module__}
-    names |= {name: with_slope(outer[name]) for name in read & outer.keys() if outer[name] is not function}
-    captured = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    cells = [CellType(with_slope(captured[name].cell_contents)) for name in code.co_freevars]
-    copy = FunctionType(code, names, function.__name__, function.__defaults__, tuple(cells))
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def _rewritten(function: FunctionType) -> CodeType:
@@ -321,16 +254,9 @@ def _rewritten(function: FunctionType) -> CodeType:
     whole, name = "".join(lines), function.__code__.co_filename.replace("\\", "/").rpartition("/")[2]
     file = f"<tiledsched {stable_id([whole, first], 8)}>/{name}"
     linecache.cache[file] = (len(whole), None, lines, file)
-    codes = _codes(compile(whole, file, "exec", dont_inherit=True))
+    codes = codes_in(compile(whole, file, "exec", dont_inherit=True))
     return next(each for each in codes if (each.co_name, each.co_firstlineno) == (function.__code__.co_name, first + 1))
 
 
 def _first_line(node: ast.FunctionDef) -> int:
     return min([node.lineno, *(each.lineno for each in node.decorator_list)])
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield each
-            yield from _codes(each)

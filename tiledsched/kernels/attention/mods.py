@@ -13,6 +13,7 @@ of the blocks seen in part, and, from the back, those that all rows see in full.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,15 +113,25 @@ def modified(scores, rows, keys, j, const):
     return changed.astype(ct.float32)
 
 
-def modified_with_slope(scores, columns, rows, keys):
-    """(scores as the author's function changes them, derivative of this change), of tiles of any orientation."""
-    variant = keys.variant
-    scaled = scores * variant.scale
+def changed_with_slope(scores, columns, rows, visible, keys):
+    """(scores as the author's functions change and hide them, derivative of the change), of tiles of any orientation.
+
+    The second is None where no function changes scores; of a hidden score it may be anything.
+
+    Hidden are also the scores where `visible` is false: behind the last row a function may return NaN.
+    """
+    variant, slope = keys.variant, None
     others = (variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
-    if variant.mods.slope is None:
-        changed = variant.mods.score(score_of(scaled), *others)
-        return value_of(changed).astype(ct.float32), slope_of(changed)
-    return variant.mods.score(scaled, *others).astype(ct.float32), variant.mods.slope(scaled, *others)
+    if variant.mods.score is not None:
+        scores = scores * variant.scale
+        if variant.mods.slope is None:
+            changed = variant.mods.score(score_of(scores), *others)
+            scores, slope = value_of(changed), slope_of(changed)
+        else:
+            scores, slope = variant.mods.score(scores, *others), variant.mods.slope(scores, *others)
+    if variant.mods.mask is not None:
+        visible = visible & variant.mods.mask(*others)
+    return ct.where(visible, scores.astype(ct.float32), -math.inf), slope
 
 
 def seen_by_mod(columns, rows, keys, const):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import capped, narrowed, own_keys, seen, unmasked_turns
-from tiledsched.kernels.attention.mods import modified_with_slope, seen_by_mod, variant_of
+from tiledsched.kernels.attention.mods import changed_with_slope, variant_of
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import coordinates, rows_of
 from tiledsched.kernels.attention.tiles import Keys, part_of
@@ -19,7 +19,6 @@ from tiledsched.kernels.attention_backward.tiles import (
     load_queries,
     row_values,
     score_shape,
-    sloped,
     store_zeros,
 )
 
@@ -69,7 +68,7 @@ def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place
         K, V, offset = own_keys(K, V, batch, offset, features, const)
     first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
     variant = None
-    if const.SCORE_MOD or const.MASK_MOD:
+    if const.MODS:
         variant = variant_of(0, head, batch, offset, features, const)
     keys = Keys(K, V, batch, head // const.GROUP, steps, 0, steps, 0, span, variant)
     rows = Rows(Q, dOut, LseLog2, Delta, None, batch, head)
@@ -114,11 +113,9 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     zeros = ct.zeros(score_shape(const), ct.float32)
     columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
     logits, slope = capped(across(k, q, zeros, const), keys, const), None
-    if const.SCORE_MOD:
-        logits, slope = modified_with_slope(logits, columns, last, keys)
+    if const.MODS:
+        logits, slope = changed_with_slope(logits, columns, last, columns < keys.K.shape[2], keys)
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
-    if const.MASK_MOD:
-        p = ct.where(seen_by_mod(columns, last, keys, const), p, 0.0)
     if MASKED and (const.CAUSAL or not const.EVEN):
         if const.WINDOW or const.STARTS or const.LENGTHS:
             visible = seen(columns, last, keys, const)
@@ -130,8 +127,8 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
             visible = columns < keys.K.shape[2]
         p = ct.where(visible, p, 0.0)
     ds = p * (across(v, gradient, zeros, const) - delta)
-    if const.SCORE_MOD:
-        ds = sloped(ds, slope, p)
+    if slope is not None:
+        ds = ct.where(p == 0.0, 0.0, ds * slope)
     if const.SOFTCAP:
         ds = ds * (1.0 - logits * logits)
     ds = ds.astype(k[0].dtype)

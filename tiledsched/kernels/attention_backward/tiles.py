@@ -29,7 +29,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features, capped
-from tiledsched.kernels.attention.mods import modified_with_slope, seen_by_mod, variant_of
+from tiledsched.kernels.attention.mods import changed_with_slope, variant_of
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates
 from tiledsched.kernels.attention.tiles import part_of
@@ -100,11 +100,8 @@ class BackwardConstants:
     """Whether a block goes over all query heads of a group; else there is a block for each of them."""
     ADDS: bool = False
     """Whether a block adds its share of dQ to an array."""
-    # Only the kernels of an author's own attention know the following.
-    SCORE_MOD: bool = False
-    """Whether a function of the author's changes the scores."""
-    MASK_MOD: bool = False
-    """Whether a function of the author's says which keys a row sees."""
+    MODS: bool = False
+    """Whether functions of an author's change or hide scores."""
     # What functions of attention forward ask for, and gradients do not leave open.
     PACK: int = 1
     PAGE: int = 0
@@ -339,7 +336,7 @@ def query_tiles(first_key, offset, window, start, stop, seq_q, const):
 def over_queries(rows, tile, sums, scale_log2, const):
     """The sums after all query rows of one head, in one loop over their tiles, or in several of which one needs no masks."""
     begin, first, second, end = tile.tiles
-    if const.SCORE_MOD or const.MASK_MOD:
+    if const.MODS:
         tile = replace(tile, variant=variant_of(0, rows.head, rows.entry, tile.offset, tile.span, const))
     carried = ()
     if const.AHEAD:
@@ -408,13 +405,11 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     scores = carried if const.AHEAD else across(tile.k, q, ct.zeros(score_shape(const), ct.float32), const)
     gradient = load_queries(rows.dOut, rows, i, const.TILE_V, const.REST_V, const.LATENCY_DO, const)
     logits, slope = capped(scores, tile, const), None
-    if const.SCORE_MOD:
+    if const.MODS:
         columns, last = places(tile, i, const)
-        logits, slope = modified_with_slope(scores, columns, last, tile)
+        logits, slope = changed_with_slope(scores, columns, last, last < rows.Q.shape[2] + tile.offset, tile)
     p = ct.exp2(logits * scale_log2 - row_values(rows.LseLog2, rows, i, const), flush_to_zero=True)
     p = masked(p, tile, i, MASKED, const)
-    if const.SCORE_MOD or const.MASK_MOD:
-        p = masked_by_mod(p, tile, i, rows.Q.shape[2], const)
     delta = row_values(rows.Delta, rows, i, const)
     if const.DELTA_FIRST:  # less is left to do once the product is there
         dp = across(tile.v, gradient, ct.broadcast_to(-delta, score_shape(const)), const)
@@ -425,8 +420,8 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     if const.DV_PLACE == 0:
         dv = add_parts(dv, weights, gradient, const)
     ds = p * dp
-    if const.SCORE_MOD:
-        ds = sloped(ds, slope, p)
+    if slope is not None:
+        ds = ct.where(p == 0.0, 0.0, ds * slope)
     if const.SOFTCAP:
         ds = ds * (1.0 - logits * logits)
     ds = ds.astype(q[0].dtype)
@@ -473,20 +468,6 @@ def places(tile, i, const):
     last = i * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32) + tile.offset
     last = last[None, :] if const.TRANSPOSED else last[:, None]
     return columns, last
-
-
-def masked_by_mod(p, tile, i, seq_q, const):
-    """The probabilities, and 0 where the author's function hides a key, and behind the last row, where a score may be NaN."""
-    columns, last = places(tile, i, const)
-    visible = last < seq_q + tile.offset
-    if const.MASK_MOD:
-        visible = visible & seen_by_mod(columns, last, tile, const)
-    return ct.where(visible, p, 0.0)
-
-
-def sloped(ds, slope, p):
-    """The gradients of the scores that an author's function takes. Where a key is hidden, its derivative may be anything."""
-    return ct.where(p == 0.0, 0.0, ds * slope)
 
 
 def add_parts(total, weights, of_rows, const):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tiledsched.core.fields import Value
@@ -158,28 +158,25 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
     from tiledsched.kernels.attention.mods import Mods
     from tiledsched.kernels.attention_backward import entries
 
-    score, mask, slope = kernel.mods
-    names = {**vars(entries), "MODS": Mods(score, mask, slope)}
-    text = with_arrays(inspect.getsource(entry), kernel.mod_arrays, {"SCORE_MOD": score, "MASK_MOD": mask})
+    names = {**vars(entries), "OWN": Mods(*kernel.mods)}
+    text = with_arrays(inspect.getsource(entry), kernel.mod_arrays)
     return function_of_text(text, f"<{kernel.name} {entry.__name__}>", names, entry.__name__)
 
 
-def with_arrays(text: str, arrays: tuple[str, ...], given: Mapping[str, Any]) -> str:
-    """The text of a kernel function that takes further arrays before its numbers, and hands them on with the author's functions,
-    of which `given` says which there are."""
+def with_arrays(text: str, arrays: Sequence[str]) -> str:
+    """The text of a kernel function that takes further arrays, and hands them on with the author's functions."""
     tree = ast.parse(text)
     function = tree.body[0]
     assert isinstance(function, ast.FunctionDef)
     parameters = function.args.args
     place = [each.arg for each in parameters].index("scale_log2")
     parameters[place:place] = [ast.arg(each, ast.Name("ct.Array")) for each in arrays]
-    more = {
-        "Features": f"f(mods=MODS, arrays=({''.join(f'{each}, ' for each in arrays)}))",
-        "tiles.BackwardConstants": f"f({', '.join(f'{name}={each is not None}' for name, each in given.items())})",
+    taken = ast.Tuple([ast.Name(each) for each in arrays])
+    more: dict[str, dict[str, ast.expr]] = {
+        "Features": {"mods": ast.Name("OWN"), "arrays": taken},
+        "tiles.BackwardConstants": {"MODS": ast.Constant(True)},
     }
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and (written := more.get(ast.unparse(node.func))):
-            call = ast.parse(written, mode="eval").body
-            assert isinstance(call, ast.Call)
-            node.keywords += call.keywords
+        if isinstance(node, ast.Call):
+            node.keywords += [ast.keyword(*each) for each in more.get(ast.unparse(node.func), {}).items()]
     return ast.unparse(tree)
