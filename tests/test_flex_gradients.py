@@ -357,3 +357,81 @@ def test_the_authors_own_derivative_is_used_and_part_of_the_identity():
     assert dv < 3e-3
     with pytest.raises(DeclarationError, match="score_grad is the derivative of score_mod"):
         flex_attention(mask_mod=causal, score_grad=twice_softcap)
+
+
+# Their launch.
+
+
+def flex_call(name, rows=40, columns=16, scale=0.3):
+    """(arguments of flex_gradients, right gradients) of a call of `flex` with its results."""
+    torch = pytest.importorskip("torch")
+    from tiledsched.ops.block_masks import types_of, variant_named
+
+    rng = np.random.default_rng(0)
+    _, arrays, change, visible = case(name, 2, 4, rows, rows, rng)
+    heads = {"Q": 4, "K": 2, "V": 2, "dOut": 4}
+    given = {each: rng.standard_normal((2, count, rows, columns)).astype(np.float16) for each, count in heads.items()}
+    given["dLse"] = rng.standard_normal((2, 4, rows)).astype(np.float32)
+    *wanted, out, lse = exact(given, scale, change, visible, given["dLse"])
+    q, k, v, dout, dlse = map(torch.from_numpy, given.values())
+    saved = (q, k, v, torch.from_numpy(out).half(), torch.from_numpy(lse).float())
+    arrays = [*map(torch.from_numpy, arrays)]
+    kernel = variant_named(*FUNCTIONS[name], types_of(arrays))
+    return (dout, dlse, saved, kernel, None, arrays, scale, None), wanted
+
+
+FUNCTIONS = {"alibi": (alibi, None), "softcap": (softcap, causal), "documents": (None, same_document)}
+
+
+def assert_gradients(found, wanted):
+    for one, right in zip(found, wanted, strict=True):
+        assert one.dtype.itemsize == 2
+        assert np.linalg.norm(one.double().numpy() - right) < 3e-3 * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_plan_is_made_once_and_launched(launches, name):
+    from tiledsched.ops import backward
+
+    given, wanted = flex_call(name)
+    for _ in range(2):
+        assert_gradients(backward.flex_gradients(*given), wanted)
+    assert len(backward.cache.ready) == 1
+    assert len(launches) == 6
+    assert_gradients(backward.flex_gradients(*given[:-1], True), wanted)  # deterministic
+    assert len(launches) == 9
+    assert len(backward.cache.ready) == 2
+    dout, _, saved, *others = given
+    q, k, v, out, lse = saved
+    by_rows = (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, out, lse)
+    found = backward.flex_gradients(dout.transpose(1, 2).contiguous().transpose(1, 2), given[1], by_rows, *others)
+    assert_gradients(found, wanted)
+    assert found[0].stride() == by_rows[0].stride()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_tensors_on_the_host_are_computed_by_the_reference(fresh, caplog, name):
+    from tiledsched.ops.backward import flex_gradients
+
+    given, wanted = flex_call(name)
+    assert_gradients(flex_gradients(*given), wanted)
+    empty = flex_gradients(*given[:2], [each[:, :, :0] for each in given[2]], *given[3:])
+    assert [tuple(each.shape) for each in empty] == [(2, 4, 0, 16), (2, 2, 0, 16), (2, 2, 0, 16)]
+
+
+def test_the_operator_of_gradients_is_well_made(launches):
+    torch = pytest.importorskip("torch")
+    from tiledsched.core.errors import UnsupportedError
+    from tiledsched.ops.backward import check_without_gradients, flex_backward_operator, flex_gradients
+
+    given, wanted = flex_call("alibi", rows=8)
+    dout, dlse, saved, kernel, _, arrays, *options = given
+    torch.library.opcheck(flex_backward_operator, (dout, *saved, dlse, arrays, kernel, *options), rtol=1e-2, atol=1e-2)
+    saved[0].requires_grad_()
+    with torch.enable_grad():
+        found = flex_gradients(*given)
+    assert_gradients([each.detach() for each in found], wanted)
+    with pytest.raises(UnsupportedError, match="second derivatives"):
+        found[0].sum().backward()
+    with pytest.raises(UnsupportedError, match=r"arrays\[0\] requires a gradient.*detach"):
+        check_without_gradients([arrays[0].requires_grad_()])
