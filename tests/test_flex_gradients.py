@@ -12,6 +12,7 @@ import pytest
 from tile_checks import mutated
 
 import tiledsched as ts
+from tiledsched.build.compiler import compile_schedule, prepare_process
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.space_files import space_for
@@ -220,6 +221,8 @@ def test_faults_are_noticed(fault):
 
 # Derivatives by rule.
 
+OF_KEYS = ts.array("seq_k", dtype="float32")
+
 
 def arithmetic(score, b, h, q_idx, kv_idx, *arrays):
     found = -score * (q_idx - score) / (score * score + 2.0) + score / 3 - 1 / (score + 9.0)
@@ -297,10 +300,11 @@ class Capped:
         return -score * self.cap
 
 
+COMPOSED, CAPPED = composed(3.0, (helper, helper)), Capped(2.0, helper)
 BY_RULE = {
     each.__name__: each
     for each in (arithmetic, by_name, exponentials, logarithms, roots, waves, choices, steps, branches, constant)
-} | {"composed": composed(3.0, (helper, helper)), "dataclass": Capped(2.0, helper), "alibi": alibi, "by_key": by_key}
+} | {"composed": COMPOSED, "dataclass": CAPPED, "alibi": alibi, "by_key": by_key}
 
 
 @pytest.mark.parametrize("name", BY_RULE)
@@ -312,6 +316,20 @@ def test_a_derivative_by_rule_is_that_of_small_differences(name):
     wanted = (value(scores + 1e-6) - value(scores - 1e-6)) / 2e-6
     found = evaluate(derivative(by_rule(function, [(1, "float32")])), scores, *others, arrays=[array])
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-8)
+
+
+def several(score, b, h, q_idx, kv_idx, array):
+    given = b, h, q_idx, kv_idx, array
+    return arithmetic(score, *given) + choices(score, *given) + branches(score, *given) + CAPPED(score, *given)
+
+
+@pytest.mark.compiler
+def test_copies_compile():
+    """With signs, comparisons, dataclasses and loops."""
+    prepare_process()
+    made = gradient_of(flex_attention(score_mod=several, mask_mod=causal, arrays={"of_keys": OF_KEYS}))
+    p = made.problem(seq_q=100, seq_k=100, head_dim=64)
+    assert compile_schedule(made, p, space_for("sm_90", made).default(p), "sm_90").fingerprint
 
 
 def flushed(score, b, h, q_idx, kv_idx, *arrays):
@@ -329,11 +347,18 @@ def summed(score, b, h, q_idx, kv_idx, *arrays):
     return score - ct.max(doubled, axis=1, keepdims=True)
 
 
-def test_what_no_rule_knows_names_the_line_and_the_remedy():
-    line = summed.__code__.co_firstlineno + 2
+def unrolled(score, b, h, q_idx, kv_idx, *arrays):
+    for power in ct.static_iter(range(2)):
+        score = score * power
+    return score
+
+
+@pytest.mark.parametrize(("function", "line", "what"), [(summed, 2, "ct.max"), (unrolled, 1, "static_iter")])
+def test_what_no_rule_knows_names_the_line_and_the_remedy(function, line, what):
+    line += function.__code__.co_firstlineno
     with pytest.raises(DeclarationError, match=rf"test_flex_gradients.py, line {line}\).*score_grad=") as raised:
-        gradient_of(flex_attention(score_mod=summed))
-    assert "ct.max" in str(raised.value)
+        gradient_of(flex_attention(score_mod=function))
+    assert what in str(raised.value)
 
 
 def twice_softcap(score, b, h, q_idx, kv_idx, *arrays):

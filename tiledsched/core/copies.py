@@ -41,6 +41,7 @@ class Copier:
             for name, method in vars(each).items()
             if name[:2] != "__" or name == "__call__"
         }
+        methods["__dataclass_params__"] = type(value).__dataclass_params__  # cuTile looks for it in the class itself
         return type(type(value).__name__, (type(value),), methods)(**fields)
 
     def _copy(self, function: FunctionType) -> Any:

@@ -159,7 +159,9 @@ RULES: dict[Any, Callable[..., Any]] = {
 }
 """cuTile's function -> what it is in a copy."""
 NAMESPACE = ModuleType(ct.__name__, "The module `cuda.tile` with functions that take a `Dual`.")
-vars(NAMESPACE).update({**vars(ct), **{plain.__name__: rule for plain, rule in RULES.items()}})
+# cuTile knows `static_iter` and the like by the module that they are called from, which this one is not.
+vars(NAMESPACE).update({name: each for name, each in vars(ct).items() if not name.startswith("static_")})
+vars(NAMESPACE).update({plain.__name__: rule for plain, rule in RULES.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,11 +206,9 @@ def by_rule(score_mod: Any, arrays: Sequence[tuple[int, str]]) -> Any:
     replaced = {id(plain): rule for plain, rule in ((ct, NAMESPACE), *RULES.items())}
     copy = Copier({VALUE_OF: value_of}, replaced, _rewritten).copy(score_mod)
     zeros = [numpy.zeros((1,) * rank, dtype if dtype in TRIED else "float32") for rank, dtype in arrays]
-    places = numpy.arange(2, dtype=numpy.int32)
+    rows = numpy.zeros((2, 1), numpy.int32)
     try:
-        evaluate(
-            derivative(copy), numpy.ones((2, 2), numpy.float32), 0, 0, places[:, None], places[None, :], arrays=zeros
-        )
+        evaluate(derivative(copy), numpy.ones((2, 2), numpy.float32), 0, 0, rows, rows.T, arrays=zeros)
     except UnsupportedOperationError:
         pass  # which the compiler may know
     except InterpreterError as error:
@@ -242,7 +242,11 @@ def _rewritten(function: FunctionType) -> CodeType:
     marked: list[tuple[ast.expr, str]] = []
     own = next(each for each in trees if isinstance(each, ast.FunctionDef) and _first_line(each) == first + 1)
     for node in ast.walk(own):
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        if (
+            isinstance(node, ast.UnaryOp)
+            and isinstance(node.op, ast.USub)
+            and not isinstance(node.operand, ast.Constant)
+        ):
             marked.append((node, "(0"))
         elif isinstance(node, ast.Compare) and not isinstance(node.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
             marked += [(each, f"{VALUE_OF}(") for each in (node.left, *node.comparators)]

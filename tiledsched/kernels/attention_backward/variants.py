@@ -158,7 +158,7 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
     from tiledsched.kernels.attention.mods import Mods
     from tiledsched.kernels.attention_backward import entries
 
-    names = {**vars(entries), "OWN": Mods(*kernel.mods)}
+    names = {**vars(entries), "Mods": Mods, **dict(zip(("SCORE", "MASK", "SLOPE"), kernel.mods, strict=True))}
     text = with_arrays(inspect.getsource(entry), kernel.mod_arrays)
     return function_of_text(text, f"<{kernel.name} {entry.__name__}>", names, entry.__name__)
 
@@ -173,7 +173,7 @@ def with_arrays(text: str, arrays: Sequence[str]) -> str:
     parameters[place:place] = [ast.arg(each, ast.Name("ct.Array")) for each in arrays]
     taken = ast.Tuple([ast.Name(each) for each in arrays])
     more: dict[str, dict[str, ast.expr]] = {
-        "Features": {"mods": ast.Name("OWN"), "arrays": taken},
+        "Features": {"mods": ast.Name("Mods(SCORE, MASK, SLOPE)"), "arrays": taken},
         "tiles.BackwardConstants": {"MODS": ast.Constant(True)},
     }
     for node in ast.walk(function):
