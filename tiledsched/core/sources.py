@@ -39,18 +39,11 @@ def _hash_of(files: tuple[tuple[str, int], ...]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def function_of_text(text: str, file: str, names: dict[str, Any], name: str) -> Callable[..., Any]:
-    """The function of a name in a text that this package wrote. cuTile finds the text where Python keeps that of modules.
-
-    Args:
-        text: one that no data is a part of; it is run.
-        file: what stands for the file of the text: one for each text.
-        names: the globals of the text; its own are added.
-        name: the function's.
-    """
+def compiled(file: str, text: str, names: dict[str, Any], function: str) -> Callable[..., Any]:
+    """A function of this package's text, which finds `names`; cuTile finds the text where Python keeps that of modules."""
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), names)
-    found: Callable[..., Any] = names[name]
+    found: Callable[..., Any] = names[function]
     return found
 
 

@@ -7,21 +7,19 @@ functions: they compare which objects they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
-from tiledsched.core import config
 from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
-from tiledsched.kernels.attention.scales import LOG2_E, default_scale, scales
+from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
-from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale, unserved
+from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
 from tiledsched.ops.block_masks import (
     BlockMask,
     by_name,
@@ -32,15 +30,14 @@ from tiledsched.ops.block_masks import (
     types_of,
     variant_named,
 )
-from tiledsched.ops.operator import cast_for_autocast, empty_results, forward_flops, register
-from tiledsched.ops.plans import AttentionCall, plan_of
+from tiledsched.ops.features import AttentionFeatures
+from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
+from tiledsched.ops.plans import AttentionCall, cache, plan_key
 from tiledsched.serve import process
-from tiledsched.serve.chain import Served
-from tiledsched.serve.execute import explain_plan, has_tangent, is_plain_call, is_transformed, launch_first, launch_plan
-from tiledsched.serve.explain import Explanation
+from tiledsched.serve.execute import has_tangent, is_plain_call, is_transformed, launch_plan
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import on_host
-from tiledsched.serve.plan import Plan, beyond_int32, choose
+from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key, lock
 
 NO_GRADIENTS = (
@@ -61,24 +58,14 @@ class Ready(NamedTuple):
 
     plan: Plan
     """Their plan."""
-    name: str
-    """The kernel's name."""
-    listed: bool
-    """Whether it takes lists of blocks."""
-    lists: Tensor | None
-    """Those of calls without a block mask; None where each call makes its own, since the mask takes arrays."""
+    variant: Variant
+    """The kernel, and the lists of that call; None where there are none."""
+    keeps: bool
+    """Whether these lists are those of all calls without a block mask: of a function that takes no arrays."""
     held: tuple[Any, ...]
     """The functions, so that no other object takes their identity."""
 
-    def find_lists(self, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) -> Tensor:
-        """The lists of a call without a block mask."""
-        if self.lists is None or process.runtime.is_capturing():
-            return fill_lists(q, k, arrays, self.name)
-        return self.lists
 
-
-cache: PlanCache[Plan] = PlanCache(call_key)
-"""Plans by the tensors and options of the operators."""
 hot: PlanCache[Ready] = PlanCache(call_key)
 """What later calls need, by the tensors and options of :func:`flex`."""
 
@@ -165,15 +152,14 @@ def flex(
             given = (q, k, v, *arrays)
             ready = hot.find_ready(given, (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse))
             if ready is not None:
-                if ready.listed:
-                    given = (
-                        q,
-                        k,
-                        v,
-                        ready.find_lists(q, k, arrays) if block_mask is None else block_mask.lists,
-                        *arrays,
-                    )
-                result = launch_plan(ready.plan, given, None, False, True)
+                lists = ready.variant.lists
+                if block_mask is not None:
+                    lists = lists if lists is None else block_mask.lists
+                elif lists is not None and (not ready.keeps or process.runtime.is_capturing()):
+                    lists = fill_lists(q, k, arrays, ready.variant.kernel.name)
+                result = launch_plan(
+                    ready.plan, given if lists is None else (q, k, v, lists, *arrays), None, False, True
+                )
                 return (result[0], result[1].squeeze(-1)) if return_lse else result
     return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
 
@@ -184,173 +170,87 @@ def _stream_of(q: Tensor) -> int | None:
     return runtime.current_stream(q.get_device()) if q.device.type == runtime.device_type else None
 
 
-class FlexCall(NamedTuple):
-    """A call of `flex` whose arguments have been read, as the operators take it."""
+class Variant(AttentionFeatures):
+    """What a call of `flex` has in the place of the features of `sdpa`: its kernel, and what that takes beside q, k and v."""
 
-    q: Any
-    """`[batch, heads, rows, columns]`; k and v with rows and columns of their own."""
-    k: Any
-    v: Any
+    front, elsewhere = "flex", "its reference, in float64 on the CPU"
+
     lists: Any
     """The lists of blocks; None where the problem has none."""
-    arrays: tuple[Any, ...]
+    arrays: Sequence[Any]
     """What the functions take."""
-    kernel: str
-    """Name of the kernel."""
-    scale: float | None
-    """The softmax scale; None for 1 / sqrt(head_dim)."""
-    lse: bool
-    """Whether the log-sum-exp is returned, too."""
 
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """What a launch takes."""
-        lists = () if self.lists is None else (self.lists,)
-        return (self.q, self.k, self.v, *lists, *self.arrays)
+    def __new__(cls, kernel: str, lists: Any, arrays: Sequence[Any]) -> Variant:
+        """A variant by the name of its kernel."""
+        made = super().__new__(cls)
+        made.kernel, made.lists, made.arrays = kernel_named(kernel), lists, arrays  # type: ignore[misc]
+        return made
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a plan depends on."""
-        return call_key(*self.tensors, self.kernel, self.scale, self.lse)
+        """What a plan depends on, apart from q, k and v."""
+        return (*super().key, self.kernel.name, *call_key(*self.arrays))
 
-    def problem(self, **changes: Any) -> Problem:
-        """The problem that the tensors pose.
-
-        Raises:
-            ProblemError: the kernel has no such problem.
-        """
-        fields = AttentionCall(self.q, self.k, self.v, None, self.scale, self.lse).fields()
-        found = kernel_named(self.kernel).problem(**fields | changes, lse=self.lse)
-        if beyond_int32(self.tensors):
-            vars(found)["wide"] = True
-        return found
-
-    def find_plan(self) -> Plan | str:
-        """The plan of the call, or why the kernel cannot serve it; see :meth:`make_plan`."""
-        return cache.find(self.key, self.make_plan)
-
-    def make_plan(self, served: Served | None = None) -> Plan | str:
-        """A new plan of the call, or why the kernel cannot serve it.
-
-        Args:
-            served: what is served; the table's answer unless given.
-
-        Raises:
-            ProblemError: there is no such problem.
-            ConfigError: settings that contradict each other.
-        """
-        if self.q.device.type != process.runtime.device_type:
-            return f"q is on {self.q.device}"
-        problem = self.problem()
-        value, _ = scales(problem, self.scale)
-        changes = problem.declaration.mods[0] is not None  # type: ignore[attr-defined]
-        numbers = {"scale_log2": LOG2_E if changes else value, "cap_scale": value / LOG2_E if changes else 0.0}
-        decision = choose("flex", problem, (self.q,), None, served)
-        if isinstance(decision, str):
-            return decision
+    def feature_arrays(self, q: Any) -> dict[str, Any]:
+        """The lists and the arrays, by the names of the kernel's arrays."""
         lists = {} if self.lists is None else {"Blocks": self.lists}
-        inputs = {"Q": self.q, "K": self.k, "V": self.v} | lists | by_name(self.arrays)
-        return plan_of(decision, inputs, self.lse, numbers)
+        return lists | by_name(self.arrays)
 
-    def launch(self, plan: Plan, first: bool = False) -> Any:
-        """The output, or output and log-sum-exp."""
-        result = launch_plan(plan, self.tensors, None, first)
-        return (result[0], result[1].squeeze(-1)) if self.lse else result
-
-    def by_reference(self, reason: str) -> Any:
-        """What :meth:`launch` returns, computed in float64 on the host.
-
-        Raises:
-            UnsupportedError: the setting `fallback` is `error`, or bits must not depend on the batch.
-        """
-        if process.settings().fallback == "error" or process.is_invariant():
-            raise UnsupportedError(f"flex: {reason}; move its tensors to a GPU that `tiledsched doctor` knows")
-        config.warn_once(f"flex: {reason}; its reference computes there, slowly, in float64; on a GPU the kernel does")
-        problem = self.problem(dtype="float16")  # of any dtype the reference is the same
-        scale = default_scale(problem) if self.scale is None else self.scale
-        q, k, v = (on_host(each, "").astype(numpy.float64) for each in (self.q, self.k, self.v))
-        arrays = by_name(on_host(each, "") for each in self.arrays)
-        given = {"Q": q * (scale / default_scale(problem)), "K": k, "V": v, **arrays}
-        found = call_reference(problem.declaration, numpy, problem, given)
-        out, sums = empty_results(self.q, self.v, True)
-        out.copy_(torch.from_numpy(found[0]))
-        return (out, sums.copy_(torch.from_numpy(found[1][..., 0]))) if self.lse else out
+    def by_reference(self, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, Any]:
+        """The output and the log-sum-exp, computed in float64 on the host; see :data:`elsewhere`."""
+        out, lse = empty_results(q, v, True)
+        if 0 in (*q.shape, k.shape[2], v.shape[3]):  # no row sees a key
+            return out.zero_(), lse.fill_(-math.inf)
+        fields = AttentionCall(q, k, v, None, scale, True).fields() | {
+            "dtype": "float16"
+        }  # of any the reference is the same
+        problem = self.kernel.problem(**fields, lse=True)
+        usual = default_scale(problem)
+        read = {name: on_host(each, "").astype(numpy.float64) for name, each in (("Q", q), ("K", k), ("V", v))}
+        read["Q"] *= (usual if scale is None else scale) / usual
+        found = call_reference(self.kernel, numpy, problem, read | by_name(on_host(each, "") for each in self.arrays))
+        return out.copy_(torch.from_numpy(found[0])), lse.copy_(torch.from_numpy(found[1][..., 0]))
 
 
-def attend(call: FlexCall) -> Any:
-    """Launch the kernel; or compute a call on the host by the reference where there is none for its device.
+def read_flex(q: Any, k: Any, v: Any, *, return_lse: bool = False, **given: Any) -> AttentionCall:
+    """The call of tensors of four axes, checked, with its lists made; the arguments are those of :func:`flex`.
 
     Raises:
-        ProblemError, ConfigError: as :meth:`FlexCall.make_plan`.
-        UnsupportedError: as :meth:`FlexCall.by_reference`.
-        LaunchError: the launch failed, or a CUDA graph is being captured and the program never ran.
+        DeclarationError, ProblemError: as `flex`.
     """
-    key = call.key
-    plan = cache.ready.get(key)
-    if plan is not None:
-        return call.launch(plan)
-    if 0 in (*call.q.shape, call.k.shape[2], call.v.shape[3]):  # no row sees a key
-        out, sums = empty_results(call.q, call.v, True)
-        return (out.zero_(), sums.fill_(-math.inf)) if call.lse else out.zero_()
-    found = cache.find(key, call.make_plan)
-    if isinstance(found, str):
-        return call.by_reference(found)
-    return launch_first(cache, key, found, lambda plan: call.launch(plan, first=True), call.make_plan)
+    kernel, lists, arrays, scale = _read(q, k, v, **given)
+    return AttentionCall(q, k, v, None, scale, return_lse, Variant(kernel, lists, arrays))
 
 
-def explain_flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def _read(
+    q: Any,
+    k: Any,
+    v: Any,
     score_mod: Any = None,
     mask_mod: Any = None,
-    block_mask: BlockMask | None = None,
-    arrays: tuple[Tensor, ...] = (),
-    *,
-    scale: float | None = None,
-    return_lse: bool = False,
-    verify: bool = False,
-) -> Explanation:
-    """What `flex` would do with these tensors, and why; the arguments are those of :func:`flex`.
-
-    Raises:
-        UnsupportedError: the kernel cannot serve them.
-        ProblemError, DeclarationError: as `flex`.
-    """
-    call = _read_call(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
-    found = call.find_plan()
-    if isinstance(found, str):
-        raise UnsupportedError(f"flex: {found}; the kernel needs a GPU that `tiledsched doctor` knows")
-    return explain_plan(found, call.tensors, verify=verify)
-
-
-def _read_call(
-    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any, return_lse: bool
-) -> FlexCall:
-    """The call of tensors of four axes, checked, with its lists made."""
+    block_mask: Any = None,
+    arrays: Any = (),
+    scale: Any = None,
+) -> tuple[str, Any, tuple[Any, ...], Any]:
+    """The kernel's name, the lists of blocks, the arrays and the scale of a call, checked."""
     check_tensors(q, k, v)
     arrays, scale = read_arrays(arrays, q), read_scale(scale)
-    if odd_scale(scale) or not q.shape[3]:
+    if odd_scale(scale) or not q.shape[-1]:
         raise ProblemError(odd_scale(scale) or "q has no columns; head_dim must be 1 at least")
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and heads_grouped(q, k, v)):
         raise ProblemError(
             "flex takes tensors [batch, heads, rows, columns] of one batch, heads a multiple of kv_heads, or three axes of each; "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; expand what is to be broadcast"
         )
-    is_here, is_empty = q.device.type == process.runtime.device_type, 0 in (*q.shape, k.shape[2], v.shape[3])
-    reason = unserved(q, k, v, None, 0.0) if is_here and not is_empty else ""
-    if reason:
-        raise UnsupportedError(f"flex: {reason}")
     types = types_of(arrays)
     if block_mask is not None:
         mask_mod = _mask_of(block_mask, mask_mod, types)
-    name = variant_named(score_mod, mask_mod, types)
-    lists = None
+    name, lists = variant_named(score_mod, mask_mod, types), None
     if block_mask is not None:
         _check_sizes(block_mask, name, q, k)
-    if mask_mod is not None and is_here and q.shape[2] > FEW_ROWS:
+    if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
         lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
-    return FlexCall(q, k, v, lists, arrays, name, scale, return_lse)
+    return name, lists, arrays, scale
 
 
 def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
@@ -407,37 +307,28 @@ def _attend(
         given = (q[None], k[None], v[None]) if again else (q, k, v)
         result = flex(*given, score_mod, mask_mod, block_mask, read, scale=scale, return_lse=return_lse)
         return result if not again else (result[0][0], result[1][0]) if return_lse else result[0]
-    call = _read_call(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
+    kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale)
     operator = flex_lse_operator if return_lse else flex_operator
-    result = operator(q, k, v, call.lists, list(arrays), call.kernel, call.scale)
+    result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
     if not _traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
+        variant = Variant(kernel, lists, arrays)
         of_mask = None if mask_mod is None else _stream_of(q)
         of_mask = of_mask if block_mask is None else block_mask.key
-        options = (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
-        _remember(
-            call,
-            call_key(*given, *options),
-            block_mask is None,
-            (score_mod, mask_mod, block_mask and block_mask.mask_mod),
-        )
+        key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
+        keeps = not (block_mask or arrays) and lists is not None and not process.runtime.is_capturing()
+        with lock:
+            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, variant))
+            if plan is not None:
+                ready = Ready(plan, variant, keeps, (score_mod, mask_mod, block_mask and block_mask.mask_mod))
+                hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
     return result
-
-
-def _remember(call: FlexCall, key: tuple[Any, ...], keeps_lists: bool, held: tuple[Any, ...]) -> None:
-    """Have later calls of `flex` find the plan of a call, if it was launched."""
-    with lock:
-        plan = cache.ready.get(call.key)
-        if plan is not None:
-            lists = call.lists if keeps_lists and not call.arrays and not process.runtime.is_capturing() else None
-            ready = Ready(plan, call.kernel, call.lists is not None, lists, held)
-            hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
 
 
 def _register(name: str, result: str, lse: bool) -> Any:
     """`tiledsched::flex`, or `flex_lse`."""
 
     def launch(q: Any, k: Any, v: Any, lists: Any, arrays: Any, kernel: str, scale: float | None) -> Any:
-        return attend(FlexCall(q, k, v, lists, tuple(arrays), kernel, scale, lse))
+        return attend(q, k, v, None, scale, lse, Variant(kernel, lists, arrays))
 
     def autograd(operator: Any, q: Any, k: Any, v: Any, lists: Any, arrays: Any, *given: Any) -> Any:
         tensors = (q, k, v, *arrays)

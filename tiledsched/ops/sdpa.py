@@ -16,7 +16,7 @@ from tiledsched.ops.arguments import CAUSAL, check_tensors, name_tensors, odd_sc
 from tiledsched.ops.backward import BackwardCall, with_empty_results
 from tiledsched.ops.fallback import attend_nested, forget_warnings, report
 from tiledsched.ops.features import FEATURE_ARGUMENTS, NO_FEATURES, Window, read_features
-from tiledsched.ops.flex import FLEX_ARGUMENTS, explain_flex
+from tiledsched.ops.flex import FLEX_ARGUMENTS, read_flex
 from tiledsched.ops.operator import DifferentiableAttention, cast_for_autocast, find_trained, serve_checked
 from tiledsched.ops.padding import hidden_ends
 from tiledsched.ops.plans import AttentionCall, find_ready, launch_attention
@@ -187,14 +187,16 @@ def explain(
         UnsupportedError: the kernel cannot serve them.
         ProblemError: they do not fit together.
     """
+    call: AttentionCall | BackwardCall
     if not FLEX_ARGUMENTS.isdisjoint(features):
         if causal or backward or deterministic is not None or not features.keys() <= FLEX_ARGUMENTS:
             raise ProblemError(
                 "score_mod and mask_mod are explained without causal, backward, deterministic and the features of sdpa; say "
                 "these in one of the functions"
             )
-        return explain_flex(q, k, v, return_lse=return_lse, verify=verify, **features)
-    call = _read_call(q, k, v, causal, None, return_lse, backward, deterministic, features)
+        call = read_flex(q, k, v, return_lse=return_lse, **features)
+    else:
+        call = _read_call(q, k, v, causal, None, return_lse, backward, deterministic, features)
     return explain_plan(_find_plan(call), call.tensors, verify=verify)
 
 
@@ -223,7 +225,8 @@ def _read_call(
 def _find_plan(call: AttentionCall | BackwardCall) -> Plan:
     found = call.find_plan()
     if isinstance(found, str):
-        raise UnsupportedError(f"{found}; sdpa leaves this call to torch's attention")
+        features = call.forward.features if isinstance(call, BackwardCall) else call.features
+        raise UnsupportedError(f"{found}; {features.front} leaves this call to {features.elsewhere}")
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.core.sources import function_of_text
+from tiledsched.core.sources import compiled
 
 TILE = 64
 SOURCE = """def apply_mods({arrays}Scores: ct.Array, b: int, h: int, first: int):
@@ -42,7 +42,7 @@ def _entry_of(kernel: Any, scored: bool) -> Any:
     arrays, names = ("".join(form.format(each) for each in kernel.mod_arrays) for form in ("{}: ct.Array, ", "{}, "))
     found = {**globals(), "SCORE": kernel.mods[0] if scored else None, "MASK": kernel.mods[1]}
     text = SOURCE.format(arrays=arrays, names=names)
-    return ct.kernel(function_of_text(text, f"<{kernel.name}_applied_{scored}>", found, "apply_mods"))
+    return ct.kernel(compiled(f"<{kernel.name}_applied_{scored}>", text, found, "apply_mods"))
 
 
 def apply_on_gpu(

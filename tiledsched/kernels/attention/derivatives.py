@@ -17,22 +17,19 @@ import ast
 import inspect
 import linecache
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cuda.tile as ct
-import numpy
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.copies import Copier, codes_in
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.sources import function_of_text
+from tiledsched.core.sources import compiled
 
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
-TRIED = ("int32", "int64", "bool", "float64")
-"""Element types of arrays in the trial of a copy; others are tried as float32."""
 VALUE_OF = "_value_of_score"
 """The name of :func:`value_of` in the text of copies."""
 
@@ -60,7 +57,7 @@ def score_of(tile):
 def formula(text: str) -> Any:
     """The tile function of `x` and `y` that a text says."""
     text = f"def slope(x, y):\n    return {text}\n"
-    return function_of_text(text, f"<derivative {stable_id(text, 8)}>", {"ct": ct, "LN_2": math.log(2.0)}, "slope")
+    return compiled(f"<derivative {stable_id(text, 8)}>", text, {"ct": ct, "LN_2": math.log(2.0)}, "slope")
 
 
 def of_one(plain, slope):
@@ -191,32 +188,14 @@ class Dual:
         return self.value.dtype
 
 
-def by_rule(score_mod: Any, arrays: Sequence[tuple[int, str]]) -> Any:
+def by_rule(score_mod: Any) -> Any:
     """A copy of a function of scores that takes a `Dual` as its score, and returns one where the result depends on it.
 
-    Args:
-        score_mod: the function.
-        arrays: axes and element type of each array that it takes.
-
     Raises:
-        DeclarationError: it does something of which no rule knows the derivative. The message names the line.
+        DeclarationError: the text of a function lies in no file.
     """
-    from tiledsched.interpreter import InterpreterError, UnsupportedOperationError, evaluate
-
     replaced = {id(plain): rule for plain, rule in ((ct, NAMESPACE), *RULES.items())}
-    copy = Copier({VALUE_OF: value_of}, replaced, _rewritten).copy(score_mod)
-    zeros = [numpy.zeros((1,) * rank, dtype if dtype in TRIED else "float32") for rank, dtype in arrays]
-    rows = numpy.zeros((2, 1), numpy.int32)
-    try:
-        evaluate(derivative(copy), numpy.ones((2, 2), numpy.float32), 0, 0, rows, rows.T, arrays=zeros)
-    except UnsupportedOperationError:
-        pass  # which the compiler may know
-    except InterpreterError as error:
-        raise DeclarationError(
-            f"no rule knows the derivative of score_mod: {error}; give it as score_grad=..., a function (score, b, h, q_idx, "
-            "kv_idx, *arrays) that returns d score_mod / d score"
-        ) from error
-    return copy
+    return Copier({VALUE_OF: value_of}, replaced, _rewritten).copy(score_mod)
 
 
 def derivative(copy: Any) -> Any:

@@ -13,10 +13,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tiledsched.core.errors import DeclarationError
 from tiledsched.core.fields import Value
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import function_of_text
+from tiledsched.core.sources import compiled
 from tiledsched.kernels.attention import variants
 from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
@@ -47,8 +48,17 @@ def gradient_of(kernel: Any) -> KernelClass:
     fields = {name: kernel.array_fields[name] for name in kernel.mod_arrays}
     of_slope = score_mod
     if score_mod is not None and score_grad is None:
-        score_mod = by_rule(score_mod, [(len(each.shape.split()), each.dtype) for each in fields.values()])
+        score_mod = by_rule(score_mod)
         of_slope = derivative(score_mod)
+        try:
+            variants.try_out(
+                {"score_grad": of_slope}, [(variants.rank_of(each), each.dtype) for each in fields.values()]
+            )
+        except DeclarationError as error:
+            raise DeclarationError(
+                f"{error}; no rule knows the derivative of score_mod: give it as score_grad=..., a function (score, b, h, q_idx, "
+                "kv_idx, *arrays) that returns d score_mod / d score"
+            ) from error
     name = kernel.name.replace("flex_", "flex_backward_", 1)
     for_reference = {"name": f"{name}_slope", "mods": (of_slope, None, None), "mod_arrays": kernel.mod_arrays}
     body = {
@@ -160,7 +170,7 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
 
     names = {**vars(entries), "Mods": Mods, **dict(zip(("SCORE", "MASK", "SLOPE"), kernel.mods, strict=True))}
     text = with_arrays(inspect.getsource(entry), kernel.mod_arrays)
-    return function_of_text(text, f"<{kernel.name} {entry.__name__}>", names, entry.__name__)
+    return compiled(f"<{kernel.name} {entry.__name__}>", text, names, entry.__name__)
 
 
 def with_arrays(text: str, arrays: Sequence[str]) -> str:
