@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 
@@ -224,6 +226,21 @@ def test_equal_objects_of_other_code_are_told_apart(launches) -> None:
     for step in (2, 2.0, 2):
         ts.flex(q, k, v, mask_mod=mods.Strided(step))
     assert len({plan.problem.kernel for plan in plans.cache.plans.values()}) == 2
+
+
+def test_no_array_of_a_call_is_held(launches) -> None:
+    """Biases are large."""
+    q, k, v = given(rows=70)
+    array, mask = ids()[:, :70].clone(), None
+    for _ in range(3):
+        mask = ts.block_mask(mods.documents, q, k, (array,))
+        ts.flex(q, k, v, block_mask=mask, arrays=(array,))
+        ts.flex(q, k, v, mask_mod=mods.documents, arrays=(array,))
+    held = [weakref.ref(each) for each in (array, mask.lists)]
+    launches.clear()
+    del array, mask
+    gc.collect()
+    assert [each() for each in held] == [None, None]
 
 
 def test_lists_of_a_mask_without_arrays_are_made_once_for_each_stream(launches) -> None:
