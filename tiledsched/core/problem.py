@@ -656,6 +656,11 @@ class Declaration:
         return {name: each.value(p) if callable(each.value) else each.value for name, each in cls.scalar_fields.items()}
 
     @classmethod
+    def borrows(cls) -> bool:
+        """Whether the kernel has the search space of another one, whose winners serve it until it is tuned."""
+        return cls.space not in ("", cls.name)
+
+    @classmethod
     def problem_kind(cls, p: Problem) -> tuple[Any, ...]:
         """The values of all fields of a problem that are not run-time sizes."""
         return tuple(p.values[name] for name, each in cls.fields.items() if not isinstance(each, Dim) or each.constant)
