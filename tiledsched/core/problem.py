@@ -329,8 +329,8 @@ class Declaration:
     batch_dims: ClassVar[tuple[str, ...]] = ()
     """Dims that count rows which must not influence one another where `numerics` is "invariant", such as a product's rows of A.
     Empty where the kernel does not support that."""
-    unordered: ClassVar[str] = ""
-    """Why the kernel can have no batch dims, after its name in a sentence; empty where its author may declare some."""
+    unordered: ClassVar[str] = "declares no batch_dims and no reduction_order"
+    """Why a kernel without batch dims has none, after its name in a sentence."""
 
     # What is read from the class body when the class is made.
     fields: ClassVar[Mapping[str, ProblemField]] = MappingProxyType({})
