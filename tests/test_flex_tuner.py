@@ -10,6 +10,7 @@ from fake_builds import FakeBuilds
 from served_entries import SPACE, SUMMARY, entry
 from store_samples import RIVALS
 
+from tiledsched import flex_attention
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core import registry
 from tiledsched.core.config import Settings
@@ -18,7 +19,6 @@ from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import Problem, rate_text
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.variants import flex_attention
 from tiledsched.serve.entries import load_table, table_of
 from tiledsched.serve.transfer import lent
 from tiledsched.store.db import TuningDB
@@ -28,7 +28,7 @@ MODS = """
 import cuda.tile as ct
 import numpy
 import tiledsched as ts
-from tiledsched.kernels.attention.variants import flex_attention
+from tiledsched import flex_attention
 
 
 def causal(b, h, q_idx, kv_idx):
