@@ -223,8 +223,8 @@ different code: `Scale(1) == Scale(1.0)`, for a dataclass."""
 
 
 def word_of(function: Any) -> str:
-    """The name of a function, or of the class of an object."""
-    return str(getattr(function, "__name__", type(function).__name__)).strip("_").lower()
+    """The name of a function, or of the one that made it, or of the class of an object."""
+    return str(getattr(function, "__qualname__", type(function).__name__)).partition(".")[0].strip("_").lower()
 
 
 def check_parameters(function: Any, what: str, count: int) -> None:
@@ -238,7 +238,7 @@ def check_parameters(function: Any, what: str, count: int) -> None:
         inspect.signature(function).bind(*taken, *range(count))
     except TypeError as error:
         wanted = ", ".join([*taken, *(f"array{place}" for place in range(count))])
-        raise DeclarationError(f"{what}: {word_of(function)} must take ({wanted}): {error}") from error
+        raise DeclarationError(f"{what} must take ({wanted}): {error}") from error
 
 
 def reads(function: Any, place: int) -> bool:
