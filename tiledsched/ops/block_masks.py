@@ -202,13 +202,13 @@ def types_of(arrays: Sequence[Tensor]) -> tuple[tuple[int, str], ...]:
     return tuple([(each.ndim, ALSO_CALLED.get(name, name)) for each, name in zip(arrays, names, strict=True)])
 
 
-def variant_named(score_mod: Any, mask_mod: Any, types: tuple[tuple[int, str], ...]) -> str:
-    """The name of the kernel of two functions, which is made first where need be.
+def variant_named(score_mod: Any, mask_mod: Any, types: tuple[tuple[int, str], ...], score_grad: Any = None) -> str:
+    """The name of the kernel of an author's functions, which is made first where need be.
 
     Raises:
         DeclarationError: as `tiledsched.flex_attention`.
     """
-    return variant(score_mod, mask_mod, types).name
+    return variant(score_mod, mask_mod, types, score_grad).name
 
 
 # Under torch.compile: called while tracing and not traced.

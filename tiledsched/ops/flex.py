@@ -19,7 +19,9 @@ from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.registry import kernel_named
 from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
+from tiledsched.kernels.attention_backward.variants import gradient_of
 from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
+from tiledsched.ops.backward import check_without_gradients, flex_gradients
 from tiledsched.ops.block_masks import BlockMask, by_name, fill_lists, find_lists, read_arrays, types_of, variant_named
 from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
@@ -31,15 +33,11 @@ from tiledsched.serve.op import on_host
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key, lock
 
-NO_GRADIENTS = (
-    "gradients of flex are required, and there are none yet; detach its inputs, or call it under torch.no_grad(), or train with "
-    "torch.nn.attention.flex_attention"
-)
 NO_TRANSFORMS = (
     "flex is not served under vmap, jvp, grad and other transforms of torch.func; give it a batch axis, and call it outside "
     "of them"
 )
-FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "scale"})
+FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "scale", "score_grad"})
 """The arguments of :func:`flex` that make a call of `explain` one of `flex`."""
 _traced = torch.compiler.is_dynamo_compiling
 
@@ -72,6 +70,7 @@ def flex(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    score_grad: Callable[..., Any] | None = None,
 ) -> Any:
     """Attention with functions of your own: softmax(score_mod(scale * q @ k^T), where mask_mod) @ v, on the tuned schedule.
 
@@ -107,16 +106,21 @@ def flex(
             are converted to 32 in each call.
         scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
         return_lse: return the log-sum-exp of each row's changed, masked scores, too: natural, float32 `[batch, heads, seq_q]`.
+        score_grad: `score_grad(score, b, h, q_idx, kv_idx, *arrays)`, the derivative of `score_mod` in the score. Gradients need
+            it only where `score_mod` does more than arithmetic whose derivative is known by rule.
 
     Returns:
-        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. A row that sees no
-        key is zeros, and its log-sum-exp is minus infinity. Under autocast q, k and v are cast first, as for `sdpa`. Tensors on
-        the CPU are computed in float64 by the reference, slowly, with a warning.
+        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. Both are
+        differentiable, once, in q, k and v. A row that sees no key is zeros, and its log-sum-exp is minus infinity. Under
+        autocast q, k and v are cast first, as for `sdpa`. Tensors on the CPU, and others that the kernel does not take, are
+        computed in float64 by the reference, slowly, with a warning.
 
     Raises:
-        DeclarationError: a function cannot be compiled, or takes another number of arrays.
+        DeclarationError: a function cannot be compiled, or takes another number of arrays; or gradients are required and no rule
+            knows the derivative of `score_mod`.
         ProblemError: arguments that do not fit together.
-        UnsupportedError: gradients or transforms of torch.func are asked for, or the kernel takes no such tensors.
+        UnsupportedError: gradients of an array or transforms of torch.func are asked for; or the kernel takes no such tensors and
+            the setting `fallback` is `error`.
         LaunchError: the launch failed, or a CUDA graph is being captured and this program never ran before.
     """
     # The short way, as that of `sdpa`. Functions are told apart by identity; `Ready` holds them, so that it stays theirs.
@@ -141,7 +145,8 @@ def flex(
             elif mask_mod is not None:  # its lists are those of a stream
                 of_mask = _stream_of(q)
             given = (q, k, v, *arrays)
-            ready = hot.find_ready(given, (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse))
+            functions = (id(score_mod), id(mask_mod), id(score_grad))
+            ready = hot.find_ready(given, (functions, of_mask, len(arrays), scale, return_lse))
             if ready is not None:
                 lists = ready.variant.lists
                 if block_mask is not None:
@@ -152,7 +157,7 @@ def flex(
                     ready.plan, given if lists is None else (q, k, v, lists, *arrays), None, False, True
                 )
                 return (result[0], result[1].squeeze(-1)) if return_lse else result
-    return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
+    return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse, score_grad)
 
 
 def _stream_of(q: Tensor) -> int | None:
@@ -222,6 +227,7 @@ def _read(
     block_mask: Any = None,
     arrays: Any = (),
     scale: Any = None,
+    score_grad: Any = None,
 ) -> tuple[str, Any, tuple[Any, ...], Any]:
     """The kernel's name, the lists of blocks, the arrays and the scale of a call, checked."""
     check_tensors(q, k, v)
@@ -236,7 +242,7 @@ def _read(
     types = types_of(arrays)
     if block_mask is not None:
         mask_mod = _mask_of(block_mask, mask_mod, types)
-    name, lists = variant_named(score_mod, mask_mod, types), None
+    name, lists = variant_named(score_mod, mask_mod, types, score_grad), None
     if block_mask is not None:
         _check_sizes(block_mask, q, k)
     if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
@@ -278,7 +284,16 @@ def _check_sizes(block_mask: BlockMask, q: Any, k: Any) -> None:
 
 
 def _attend(
-    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    score_mod: Any,
+    mask_mod: Any,
+    block_mask: Any,
+    arrays: Any,
+    scale: Any,
+    return_lse: bool,
+    score_grad: Any,
 ) -> Any:
     """Every other call: check it, call the operator, and have later calls like it go the short way."""
     if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
@@ -296,23 +311,52 @@ def _attend(
     read = read_arrays(arrays, q)
     if again or type(arrays) is not tuple or any(each is not given for each, given in zip(read, arrays, strict=True)):
         given = (q[None], k[None], v[None]) if again else (q, k, v)
-        result = flex(*given, score_mod, mask_mod, block_mask, read, scale=scale, return_lse=return_lse)
+        more = {"scale": scale, "return_lse": return_lse, "score_grad": score_grad}
+        result = flex(*given, score_mod, mask_mod, block_mask, read, **more)
         return result if not again else (result[0][0], result[1][0]) if return_lse else result[0]
-    kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale)
+    kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, score_grad)
     operator = flex_lse_operator if return_lse else flex_operator
     result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
     if not _traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
         variant = Variant(kernel, lists, arrays)
         of_mask = None if mask_mod is None else _stream_of(q)
         of_mask = of_mask if block_mask is None else block_mask.key
-        key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
+        functions = (score_mod, mask_mod, score_grad)
+        key = call_key(*given, tuple(map(id, functions)), of_mask, len(arrays), scale, return_lse)
         keeps = not (block_mask or arrays) and lists is not None and not process.runtime.is_capturing()
         with lock:
             plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, variant))
             if plan is not None:
-                ready = Ready(plan, variant, keeps, (score_mod, mask_mod, block_mask and block_mask.mask_mod))
+                ready = Ready(plan, variant, keeps, (*functions, block_mask and block_mask.mask_mod))
                 hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
     return result
+
+
+class DifferentiableFlex(torch.autograd.Function):
+    """A call that saves what its gradients need: q, k, v, the output, one number for each of its rows, and the arrays."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, lists: Any, kernel: str, scale: float | None, lse: bool, *arrays: Any
+    ) -> Any:
+        """The output; with `lse` also the log-sum-exp."""
+        ctx.set_materialize_grads(False)
+        with torch._C._AutoDispatchBelowAutograd():
+            out, sums = flex_lse_operator(q, k, v, lists, list(arrays), kernel, scale)
+        ctx.save_for_backward(q, k, v, out, sums, *arrays)
+        ctx.options = kernel, scale
+        return (out, sums) if lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+        """The gradients of q, k and v."""
+        q, k, v, out, sums, *arrays = ctx.saved_tensors
+        kernel, scale = ctx.options
+        found: tuple[Any, ...] = (None,) * 3
+        if dout is not None or dlse is not None:
+            found = flex_gradients(dout, dlse, (q, k, v, out, sums), kernel, None, arrays, scale, None)
+        wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
+        return (*wanted, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
 def _register(name: str, result: str, lse: bool) -> Any:
@@ -326,7 +370,9 @@ def _register(name: str, result: str, lse: bool) -> Any:
         if has_tangent(tensors):
             raise UnsupportedError(NO_TRANSFORMS)
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            raise UnsupportedError(NO_GRADIENTS)
+            check_without_gradients(arrays)
+            gradient_of(kernel_named(given[0]))  # type: ignore[arg-type]  # refuses functions without a known derivative
+            return DifferentiableFlex.apply(q, k, v, lists, *given, lse, *arrays)
         if not is_transformed() and are_ordinary(tensors if lists is None else (*tensors, lists)):
             return launch(q, k, v, lists, arrays, *given)
         with torch._C._AutoDispatchBelowAutograd():
