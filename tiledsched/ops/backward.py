@@ -213,7 +213,7 @@ class BackwardCall(NamedTuple):
     def by_torch(self) -> Gradients:
         """The gradients of torch's attention, which is computed once more, laid out like our own."""
         q, k, v, causal, scale, _, features = self.forward
-        if features.by_reference is not None:
+        if features.gradients_by_reference is not None:
             return _four(features.gradients_by_reference(self))
         # An operator is called with autograd left out.
         records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
@@ -316,7 +316,7 @@ def gradients(
         return differentiate(call, keep_zeros=True)
     if not _traced():
         inform_counters()
-    if features.by_reference is not None:
+    if features.backward_operator is not None:
         return _four(features.backward_operator(dout, q, k, v, out, lse, dlse, scale, deterministic))
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
     return found if features.sinks is not None else (*found[:3], None)
@@ -335,6 +335,7 @@ def read_call(
     dlse: Any,
     deterministic: bool | None,
 ) -> BackwardCall:
+    """The call whose gradients autograd asks for; the arguments are those of :func:`gradients`, with `saved` one by one."""
     forward = AttentionCall(q, k, v, causal, scale, True, features)
     dlse = None if dlse is None else dlse.contiguous()
     return BackwardCall(forward, out, as_launched(dout, out), lse.contiguous(), dlse, _is_deterministic(deterministic))

@@ -30,6 +30,10 @@ class AttentionFeatures(FeatureArguments):
     """What computes calls that the kernel does not serve."""
     by_reference: ClassVar[Any] = None
     """Computes them from q, k, v and the scale; None where torch's attention does."""
+    gradients_by_reference: ClassVar[Any] = None
+    """Computes the gradients of a `BackwardCall`; None likewise."""
+    backward_operator: ClassVar[Any] = None
+    """Computes gradients in compiled graphs; None for `sdpa_backward`."""
 
     @property
     def key(self) -> tuple[Any, ...]:
