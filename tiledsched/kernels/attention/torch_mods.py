@@ -10,7 +10,6 @@ torch is not imported: it hands calls on stand-ins over (`__torch_function__`), 
 from __future__ import annotations
 
 import inspect
-import linecache
 import traceback
 import weakref
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.core.errors import DeclarationError
+from tiledsched.kernels.attention.entries_source import compiled
 from tiledsched.kernels.attention.variants import MASK_PARAMETERS, word_of
 
 SIGNS = {
@@ -79,7 +79,7 @@ METHODS = {
 """What is a method only; `to` with the name of a type, where it has one. The masks that torch joins begin with `new_ones`."""
 ADVICE = (
     "write it with arithmetic, comparisons, elements of tensors such as bias[h, q_idx, kv_idx], and torch's "
-    f"{', '.join(sorted(FUNCTIONS.keys() - OPERATORS.keys()))}"
+    f"{', '.join(sorted(FUNCTIONS.keys() - OPERATORS.keys() | {'abs'}))}"
 )
 _functions: dict[str, Any] = {}
 """Tile code by its text."""
@@ -150,7 +150,8 @@ class _Number:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = (*args, *(kwargs or {}).values())
         within = (*values, *(values[-1] if isinstance(values[-1], tuple) else ()))
-        trace, name = next(each.trace for each in within if isinstance(each, cls)), function.__name__.strip("_")
+        trace = next(each.trace for each in within if isinstance(each, cls))
+        name = function.__name__.strip("_") if inspect.isroutine(function) else str(function)  # not of torch: an operator
         return trace.element(*args) if name == "getitem" else trace.call(name, args, kwargs, FUNCTIONS)
 
     def __getattr__(self, name: str) -> Any:
@@ -192,7 +193,7 @@ def tile_mods(score_mod: Any, mask_mod: Any, arrays: Sequence[Any] = ()) -> tupl
     found, given = list(arrays), {"score_mod": score_mod, "mask_mod": mask_mod}
     codes = [_tile_code(each, what, found, len(arrays)) for what, each in given.items()]
     more = [each if each.shape else each.reshape(1) for each in found[len(arrays) :]]
-    score, mask = (whole if whole and more and not _has_room(own) else own for own, whole in codes)
+    score, mask = (whole if more and whole not in (None, own) and not _has_room(own) else own for own, whole in codes)
     return score, mask, (*arrays, *more)
 
 
@@ -213,7 +214,7 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
         return given, given and _plain[given]
     trace, parameters = _Trace(arrays), [*["score"][: what == "score_mod"], *MASK_PARAMETERS]
     try:
-        own = arrays[:count] if _has_room(given, len(parameters) + count) else []
+        own = arrays[:count] if count and _has_room(given, len(parameters) + count) else []
         result = trace.text(given(*(_Number(trace, each) for each in parameters), *own))
         name = word_of(given) if word_of(given).isidentifier() else what
         code = _function(name, parameters, trace.lines, result)
@@ -235,12 +236,10 @@ def _place_of(error: Exception) -> str:
 
 
 def _function(name: str, parameters: Sequence[str], lines: Sequence[str], result: str) -> Any:
-    """The function of these lines, whose text cuTile finds where Python keeps that of modules."""
+    """The function of these lines; of the same lines it is the same."""
     text = "\n    ".join([f"def {name}({', '.join(parameters)}, *_arrays):", *lines, f"return {result}\n"])
     if text not in _functions:
         file = f"<{name} as tile code {len(_functions)}>"
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         names = {"__name__": __name__, "_ct": ct, "inf": float("inf"), "nan": float("nan")}
-        exec(compile(text, file, "exec"), names)  # which this module wrote
-        _functions[text] = names[name]
+        _functions[text] = compiled(file, text, names, name)
     return _functions[text]
