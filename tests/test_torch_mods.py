@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import linecache
 import math
-import re
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 from docs.examples import attention_variants
 from tiledsched.core.errors import DeclarationError
-from tiledsched.interpreter import evaluate
+from tiledsched.interpreter import InterpreterError, evaluate
 from tiledsched.kernels.attention import torch_mods
 from tiledsched.kernels.attention.torch_mods import tile_mods
 
@@ -190,23 +191,133 @@ def test_a_function_means_what_torch_means(name):
 # ---- each word -------------------------------------------------------------------------------------------------------
 
 
-def of_word(name, count):
-    """A function of scores that calls one function of torch's, and its method where that has the same arguments."""
-    function, method = getattr(torch, name), getattr(torch.Tensor, name)
-
-    def integers(score, b, h, q_idx, kv_idx):
-        numbers = (q_idx - kv_idx, kv_idx % 7 - 10, 3)[:count]
-        return function(*numbers) * 1
-
-    def floats(score, b, h, q_idx, kv_idx):
-        numbers = (score * 3, score + q_idx, 0.5)[:count]
-        return (function(*numbers) if name == "where" else method(*numbers)) * 1.0
-
-    return integers, floats
+WHOLE = (np.arange(-20, 41)[:, None], np.array([-7, -3, -1, 1, 2, 5])[None], np.array([[4]]))
+NUMBERS = {
+    "whole": [each.astype(np.int32) for each in WHOLE],
+    "real": [each * 0.37 + 0.01 for each in WHOLE],
+    "true or false": [each % 3 == 1 for each in WHOLE],
+}
+WORDS = {name: max(text.count("{}"), 1) for name, text in torch_mods.FUNCTIONS.items() if hasattr(torch, name)}
 
 
-WORDS = {name: len({*re.findall(r"{\d?}", text)}) if "{0}" in text else text.count("{}") for name, text in torch_mods.FUNCTIONS.items() if hasattr(torch, name)}
+def compared(name):
+    """The kinds of numbers for which a function, and the method of that name, gave what torch gives; others are refused."""
+    function, count = getattr(torch, name), WORDS[name]
+    method = function if name == "where" else lambda x, *others: getattr(x, name)(*others)
+    found = []
+    for (kind, numbers), call in itertools.product(NUMBERS.items(), (function, method)):
+        given = numbers[:count] if name != "where" else [numbers[0] > 0, *numbers[1:]]
+        try:
+            wanted = call(*map(torch.from_numpy, given))
+            code = tile_mods(None, lambda b, h, q_idx, kv_idx, call=call: call(*(b, h, q_idx)[:count]))[1]
+            got = evaluate(code, *[*given, 0, 0, 0][:4])
+        except (RuntimeError, InterpreterError):
+            continue
+        np.testing.assert_allclose(got, np.broadcast_to(wanted.numpy(), got.shape), rtol=1e-5, atol=1e-6)
+        found.append(kind)
+    return found
 
 
-def test_words():
-    print(WORDS)
+@pytest.mark.parametrize("name", WORDS)
+def test_a_word_means_what_torch_means(name):
+    assert len(compared(name)) >= 2
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_word_with_another_meaning_is_noticed(name, monkeypatch):
+    """Another function's, of as many numbers."""
+    texts = list(dict.fromkeys(torch_mods.FUNCTIONS[each] for each in WORDS if WORDS[each] == WORDS[name]))
+    place = texts.index(torch_mods.FUNCTIONS[name])
+    monkeypatch.setitem(torch_mods.FUNCTIONS, name, texts[place - 1])
+    with pytest.raises(AssertionError):
+        assert len(compared(name)) >= 2
+
+
+# ---- what is refused, and what is used as it is ----------------------------------------------------------------------
+
+
+def branching(score, b, h, q_idx, kv_idx):
+    return score if score * SLOPES[h] > 3 else 0.0
+
+
+@torch.library.custom_op("tiledsched_tests::tanh", mutates_args=())
+def approximate_tanh(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+REFUSED = [
+    (branching, "a condition on numbers is not known in Python"),
+    (lambda score, b, h, q_idx, kv_idx: torch.cumsum(score, -1), "torch's cumsum has no translation"),
+    (lambda score, b, h, q_idx, kv_idx: torch.nn.functional.silu(score), "torch's silu inplace has no translation"),
+    (
+        lambda score, b, h, q_idx, kv_idx: score + BIAS[b][h],
+        "a tensor of 3 axes takes as many numbers as indices, not 1",
+    ),
+    (lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, :], "slice(None, None, None) is no number"),
+    (lambda score, b, h, q_idx, kv_idx: score * SLOPES, "a tensor of 1 axes takes as many numbers as indices, not 0"),
+    (lambda score, b, h, q_idx, kv_idx: score.to(torch.complex64), "torch's to complex64 has no translation"),
+    (lambda score, b, h, q_idx, kv_idx: score.exp().softmax(-1), "torch's softmax has no translation"),
+    (lambda score, b, h, q_idx, kv_idx: torch.add(score, b, alpha=2), "torch's add alpha has no translation"),
+    (
+        lambda score, b, h, q_idx, kv_idx: torch.exp(torch.ops.tiledsched_tests.tanh(score)),
+        "torch's tiledsched_tests.tanh has no translation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), REFUSED)
+def test_a_function_without_translation_is_refused_with_its_line(function, message):
+    line = function.__code__.co_firstlineno + (function is branching)
+    with pytest.raises(DeclarationError) as error:
+        tile_mods(function, None)
+    found = f"score_mod: {__file__}, line {line}, {linecache.getline(__file__, line).strip()}: {message}"
+    assert str(error.value).startswith(found)
+    assert "elements of tensors such as bias[h, q_idx, kv_idx], and torch's abs, " in str(error.value)
+
+
+def test_tile_code_is_used_as_it_is():
+    gallery = [
+        attention_variants.causal,
+        attention_variants.alibi,
+        attention_variants.softcap(3.0),
+        attention_variants.dense_bias,
+    ]
+    arrays = (SLOPES,)
+    for each in (*gallery, causal, relative, None):
+        assert tile_mods(each, None, arrays) == (each, None, arrays)
+        assert tile_mods(None, each, arrays) == (None, each, arrays)
+
+
+def test_the_code_depends_on_numbers_and_not_on_what_tensors_hold():
+    def masks(ids, size):
+        return and_masks(window(size), lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx])
+
+    first, again, other = (tile_mods(None, masks(ids, size)) for ids, size in ((IDS, 9), (IDS + 1, 9), (IDS, 8)))
+    assert first[1] is again[1] is not other[1]
+    assert first[2] == (IDS,)
+    assert again[2][0] is not IDS
+
+
+def test_what_a_function_reads_is_read_in_each_call():
+    slopes = SLOPES
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + slopes[h]
+
+    before = tile_mods(mod, None)
+    slopes = SLOPES * 2
+    assert tile_mods(mod, None)[0] is before[0]
+    assert tile_mods(mod, None)[2][0] is slopes
+
+
+def test_arrays_of_the_call_stand_before_those_that_functions_read():
+    def score_mod(score, b, h, q_idx, kv_idx, factors):
+        return score * factors[h] + SLOPES[h]
+
+    factors = torch.tensor([1.0, 2.0, 3.0])
+    score, mask, arrays = tile_mods(score_mod, prefix_lm, (factors,))
+    assert arrays == (factors, SLOPES, PREFIX)
+    held = [each.numpy() for each in arrays]
+    assert evaluate(score, np.full((1, 1), 2.0), 0, 1, 0, 0, arrays=held) == 4.0625
+    assert [evaluate(mask, 1, 0, 0, np.full((1, 1), key), arrays=held).item() for key in (39, 40)] == [True, False]
+    assert tile_mods(alibi_of_slopes, causal)[1] is not causal  # which has no room for slopes

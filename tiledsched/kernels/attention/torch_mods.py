@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -27,7 +27,7 @@ SIGNS = {
     "-": "sub",
     "*": "mul",
     "/": "truediv div",
-    "//": "floordiv floor_divide",
+    "//": "floordiv",
     "%": "mod remainder",
     "**": "pow",
     "<": "lt",
@@ -40,7 +40,8 @@ SIGNS = {
     "|": "or bitwise_or",
     "^": "xor bitwise_xor",
 }
-"""Python's sign -> what Python and torch call its function."""
+"""Python's sign -> what Python and torch call its function. `torch.floor_divide` is missing: cuTile's `//` of numbers that are not
+whole is floor(x / y), which may be 1 more than torch's where x / y is rounded to a whole number."""
 OPERATORS = {name: f"{{}} {sign} {{}}" for sign, names in SIGNS.items() for name in names.split()} | {
     "neg": "-{}",
     "invert": "~{}",
@@ -57,7 +58,6 @@ FUNCTIONS = OPERATORS | {
     "clamp": "_ct.minimum(_ct.maximum({}, {}, propagate_nan=True), {}, propagate_nan=True)",
     "bitwise_not": "~{}",
     "where": "_ct.where({}, {}, {})",
-    "atan2": "_ct.atan2({}, {})",
     "sigmoid": "1.0 / (1.0 + _ct.exp(-{}))",
     "logical_and": "({} != 0) & ({} != 0)",
     "logical_or": "({} != 0) | ({} != 0)",
@@ -83,8 +83,8 @@ ADVICE = (
 )
 _functions: dict[str, Any] = {}
 """Tile code by its text."""
-_plain: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Functions that are tile code already -> the same with room for any number of arrays; None where it could not be written."""
+_plain: Mapping[str, Any] = {each: weakref.WeakKeyDictionary() for each in ("score_mod", "mask_mod")}
+"""Argument -> functions that are tile code already -> the same with room for any number of arrays, or None."""
 
 
 class _Trace:
@@ -151,7 +151,9 @@ class _Number:
         values = (*args, *(kwargs or {}).values())
         within = (*values, *(values[-1] if isinstance(values[-1], tuple) else ()))
         trace = next(each.trace for each in within if isinstance(each, cls))
-        name = function.__name__.strip("_") if inspect.isroutine(function) else str(function)  # not of torch: an operator
+        name = (
+            function.__name__.strip("_") if inspect.isroutine(function) else str(function)
+        )  # not of torch: an operator
         return trace.element(*args) if name == "getitem" else trace.call(name, args, kwargs, FUNCTIONS)
 
     def __getattr__(self, name: str) -> Any:
@@ -210,8 +212,8 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
     Raises:
         DeclarationError: it is no tile code, and has no translation.
     """
-    if given is None or (isinstance(given, FunctionType) and given in _plain):
-        return given, given and _plain[given]
+    if given is None or (isinstance(given, FunctionType) and given in _plain[what]):
+        return given, given and _plain[what][given]
     trace, parameters = _Trace(arrays), [*["score"][: what == "score_mod"], *MASK_PARAMETERS]
     try:
         own = arrays[:count] if count and _has_room(given, len(parameters) + count) else []
@@ -224,7 +226,7 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
         code = None  # cuTile says what is wrong with it, if anything
     if trace.differs or not isinstance(given, FunctionType):
         return code if trace.differs else given, code
-    _plain[given] = code
+    _plain[what][given] = code
     return given, code
 
 
