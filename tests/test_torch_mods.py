@@ -276,16 +276,10 @@ def test_a_function_without_translation_is_refused_with_its_line(function, messa
 
 
 def test_tile_code_is_used_as_it_is():
-    gallery = [
-        attention_variants.causal,
-        attention_variants.alibi,
-        attention_variants.softcap(3.0),
-        attention_variants.dense_bias,
-    ]
-    arrays = (SLOPES,)
-    for each in (*gallery, causal, relative, None):
-        assert tile_mods(each, None, arrays) == (each, None, arrays)
-        assert tile_mods(None, each, arrays) == (None, each, arrays)
+    scores = [attention_variants.alibi, attention_variants.softcap(3.0), attention_variants.dense_bias, relative, None]
+    masks = [attention_variants.causal, attention_variants.prefix_lm, attention_variants.tree, causal, None]
+    for given in itertools.product(scores, masks, [(SLOPES,), ()]):
+        assert tile_mods(*given) == given
 
 
 def test_the_code_depends_on_numbers_and_not_on_what_tensors_hold():

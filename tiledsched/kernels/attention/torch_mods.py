@@ -40,8 +40,8 @@ SIGNS = {
     "|": "or bitwise_or",
     "^": "xor bitwise_xor",
 }
-"""Python's sign -> what Python and torch call its function. `torch.floor_divide` is missing: cuTile's `//` of numbers that are not
-whole is floor(x / y), which may be 1 more than torch's where x / y is rounded to a whole number."""
+"""Python's sign -> what Python and torch call its function. `torch.floor_divide` is missing: of numbers that are not whole cuTile's
+`//` is floor(x / y), which may be 1 more than torch's where x / y is rounded to a whole number."""
 OPERATORS = {name: f"{{}} {sign} {{}}" for sign, names in SIGNS.items() for name in names.split()} | {
     "neg": "-{}",
     "invert": "~{}",
