@@ -9,6 +9,7 @@ torch is not imported: it hands calls on stand-ins over (`__torch_function__`), 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import traceback
 import weakref
@@ -40,8 +41,9 @@ SIGNS = {
     "|": "or bitwise_or",
     "^": "xor bitwise_xor",
 }
-"""Python's sign -> what Python and torch call its function. `torch.floor_divide` is missing: of numbers that are not whole cuTile's
-`//` is floor(x / y), which may be 1 more than torch's where x / y is rounded to a whole number."""
+"""Python's sign -> what Python and torch call its function. `torch.floor_divide` is missing: of numbers that are not whole,
+cuTile's `//` is floor(x / y), which may be 1 more than torch's where x / y is rounded to a whole number.
+"""
 OPERATORS = {name: f"{{}} {sign} {{}}" for sign, names in SIGNS.items() for name in names.split()} | {
     "neg": "-{}",
     "invert": "~{}",
@@ -64,25 +66,22 @@ FUNCTIONS = OPERATORS | {
     "logical_not": "{} == 0",
 }
 """torch's function, or method of a tensor -> the expression of tile code that means the same."""
-TYPES = {each: f"_ct.astype({{}}, _ct.{each})" for each in ("float32", "float16", "bfloat16", "int32", "int64")}
 METHODS = {
     "new_ones": "True",
     "new_zeros": "False",
-    "bool": "{} != 0",
     "to": "{}",
     "to bool": "{} != 0",
-    "float": TYPES["float32"],
-    "int": TYPES["int32"],
-    "long": TYPES["int64"],
-    **{f"to {each}": text for each, text in TYPES.items()},
+    "bool": "{} != 0",
+    **{f"to {each}": f"_ct.astype({{}}, _ct.{each})" for each in ("float32", "float16", "bfloat16", "int32", "int64")},
+    "float": "_ct.astype({}, _ct.float32)",
+    "int": "_ct.astype({}, _ct.int32)",
+    "long": "_ct.astype({}, _ct.int64)",
 }
 """What is a method only; `to` with the name of a type, where it has one. The masks that torch joins begin with `new_ones`."""
 ADVICE = (
     "write it with arithmetic, comparisons, elements of tensors such as bias[h, q_idx, kv_idx], and torch's "
     f"{', '.join(sorted(FUNCTIONS.keys() - OPERATORS.keys() | {'abs'}))}"
 )
-_functions: dict[str, Any] = {}
-"""Tile code by its text."""
 _plain: Mapping[str, Any] = {each: weakref.WeakKeyDictionary() for each in ("score_mod", "mask_mod")}
 """Argument -> functions that are tile code already -> the same with room for any number of arrays, or None."""
 
@@ -134,8 +133,7 @@ class _Trace:
         self.differs = True
         if name not in known or (options and name not in METHODS and [*options] != ["min", "max"]):
             raise TypeError(f"torch's {' '.join([name, *(options or ())])} has no translation")
-        numbers = (*values, *(options or {}).values()) if name in FUNCTIONS else values[:1]
-        return self.note(known[name], *numbers)
+        return self.note(known[name], *([*values, *(options or {}).values()] if name in FUNCTIONS else values[:1]))
 
 
 class _Number:
@@ -148,8 +146,7 @@ class _Number:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = (*args, *(kwargs or {}).values())
-        within = (*values, *(values[-1] if isinstance(values[-1], tuple) else ()))
+        within = [*args, *(kwargs or {}).values(), *(args[-1] if args and isinstance(args[-1], tuple) else ())]
         trace = next(each.trace for each in within if isinstance(each, cls))
         name = (
             function.__name__.strip("_") if inspect.isroutine(function) else str(function)
@@ -219,29 +216,23 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
         own = arrays[:count] if count and _has_room(given, len(parameters) + count) else []
         result = trace.text(given(*(_Number(trace, each) for each in parameters), *own))
         name = word_of(given) if word_of(given).isidentifier() else what
-        code = _function(name, parameters, trace.lines, result)
+        head = f"def {name}({', '.join(parameters)}, *_arrays):"
+        code = _function(name, "\n    ".join([head, *trace.lines, f"return {result}\n"]))
     except Exception as error:
         if trace.differs:
-            raise DeclarationError(f"{what}: {_place_of(error)}: {error}; {ADVICE}") from error
+            frames = [each for each in traceback.extract_tb(error.__traceback__) if "/torch/" not in each.filename]
+            lines = [
+                f"{each.filename}, line {each.lineno}, {each.line}" for each in frames if each.filename != __file__
+            ]
+            raise DeclarationError(": ".join([what, *lines[-1:], f"{error}; {ADVICE}"])) from error
         code = None  # cuTile says what is wrong with it, if anything
-    if trace.differs or not isinstance(given, FunctionType):
-        return code if trace.differs else given, code
-    _plain[what][given] = code
-    return given, code
+    if isinstance(given, FunctionType) and not trace.differs:
+        _plain[what][given] = code
+    return code if trace.differs else given, code
 
 
-def _place_of(error: Exception) -> str:
-    """The line of an author's function where an error arose."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
-    own = [each for each in frames if "/torch/" not in each.filename] or frames
-    return f"{own[-1].filename}, line {own[-1].lineno}, {own[-1].line}"
-
-
-def _function(name: str, parameters: Sequence[str], lines: Sequence[str], result: str) -> Any:
-    """The function of these lines; of the same lines it is the same."""
-    text = "\n    ".join([f"def {name}({', '.join(parameters)}, *_arrays):", *lines, f"return {result}\n"])
-    if text not in _functions:
-        file = f"<{name} as tile code {len(_functions)}>"
-        names = {"__name__": __name__, "_ct": ct, "inf": float("inf"), "nan": float("nan")}
-        _functions[text] = compiled(file, text, names, name)
-    return _functions[text]
+@functools.cache
+def _function(name: str, text: str) -> Any:
+    """The function of a text, which is the same for the same text."""
+    names = {"__name__": __name__, "_ct": ct, "inf": float("inf"), "nan": float("nan")}
+    return compiled(f"<{name} as tile code {hash(text):x}>", text, names, name)
