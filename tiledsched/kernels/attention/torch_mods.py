@@ -104,11 +104,11 @@ class _Trace:
         """A number in tile code."""
         if isinstance(value, _Number):
             return value.text
-        if hasattr(value, "device"):
-            return self.element(value, ()).text
-        if not isinstance(value, (bool, int, float)):
+        if isinstance(value, (bool, int, float)):
+            return f"({value})"
+        if not hasattr(value, "device"):
             raise TypeError(f"{value!r:.80} is no number")
-        return f"({value})"
+        return self.element(value, ()).text
 
     def element(self, tensor: Any, index: Any) -> _Number:
         """An element of a tensor. Indices below 0 count from its end, as in torch."""
@@ -148,9 +148,8 @@ class _Number:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         within = [*args, *(kwargs or {}).values(), *(args[-1] if args and isinstance(args[-1], tuple) else ())]
         trace = next(each.trace for each in within if isinstance(each, cls))
-        name = (
-            function.__name__.strip("_") if inspect.isroutine(function) else str(function)
-        )  # not of torch: an operator
+        own = inspect.isroutine(function)  # and no operator that a library adds to torch
+        name = function.__name__.removeprefix("__").removesuffix("__") if own else str(function)
         return trace.element(*args) if name == "getitem" else trace.call(name, args, kwargs, FUNCTIONS)
 
     def __getattr__(self, name: str) -> Any:
