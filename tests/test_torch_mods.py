@@ -6,6 +6,7 @@ import functools
 import itertools
 import linecache
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ SLOPES = torch.tensor([0.5, 0.0625, 0.0078125])
 BIAS = torch.randn(BATCH, HEADS, ROWS + KEYS, generator=GENERATOR)
 UNPADDED = torch.arange(KEYS) < torch.tensor([[60], [93]])
 PAGES = torch.tensor([[2, 0, -1, 1], [3, 2, 1, 0]])
-TEMPERATURE = torch.tensor(0.7)
+COOLED = SimpleNamespace(temperature=torch.tensor(0.7))
 
 
 # ---- functions as users of torch write them --------------------------------------------------------------------------
@@ -82,44 +83,13 @@ def paged(b, h, q_idx, kv_idx):
     return torch.where(page >= 0, causal(b, h, q_idx, page * 24 + kv_idx % 24), False)
 
 
-def alibi(score, b, h, q_idx, kv_idx):
-    return score + torch.exp2(-((h + 1) * 8.0 / HEADS)) * (kv_idx - q_idx)
-
-
-def alibi_of_slopes(score, b, h, q_idx, kv_idx):
-    return score + SLOPES[h] * (kv_idx - q_idx).to(torch.float32)
-
-
 def relative(score, b, h, q_idx, kv_idx):
     return score + (q_idx - kv_idx)
-
-
-def relative_bias(score, b, h, q_idx, kv_idx):
-    return score + BIAS[b, h, q_idx - kv_idx]
-
-
-def softcap(cap):
-    tanh = torch.tanh
-    return lambda score, b, h, q_idx, kv_idx: cap * tanh(score / cap)
-
-
-def causal_scores(score, b, h, q_idx, kv_idx):
-    return torch.where(q_idx >= kv_idx, score, -float("inf"))
 
 
 def checkerboard(score, b, h, q_idx, kv_idx):
     score = torch.where((kv_idx - q_idx).abs() % 2 == 1, score * 0.5, score)
     return torch.where((kv_idx - q_idx) % 3 == 0, score * 2.0, score)
-
-
-class Cooled:
-    """What a function reads of an object is read in each call."""
-
-    def __init__(self):
-        self.temperature = TEMPERATURE
-
-    def score_mod(self, score, b, h, q_idx, kv_idx):
-        return score / self.temperature
 
 
 MODS = {
@@ -132,14 +102,20 @@ MODS = {
     "pages": (None, paged),
     "padding": (None, lambda b, h, q_idx, kv_idx: UNPADDED[b, kv_idx]),
     "all": (None, noop_mask),
-    "ALiBi and a mask that is tile code": (alibi, causal),
-    "slopes and documents": (alibi_of_slopes, and_masks(causal, same_document)),
+    "ALiBi, and a mask that is tile code": (
+        lambda score, b, h, q_idx, kv_idx: score + torch.exp2(-((h + 1) * 8.0 / HEADS)) * (kv_idx - q_idx),
+        causal,
+    ),
+    "slopes and documents": (
+        lambda score, b, h, q_idx, kv_idx: score + SLOPES[h] * (kv_idx - q_idx).to(torch.float32),
+        and_masks(causal, same_document),
+    ),
     "relative": (relative, None),
-    "relative bias": (relative_bias, window(30)),
-    "softcap": (softcap(3.0), None),
-    "causal scores": (causal_scores, None),
+    "relative bias": (lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, q_idx - kv_idx], window(30)),
+    "softcap": (lambda score, b, h, q_idx, kv_idx: 3.0 * torch.tanh(score / 3.0), None),
+    "causal scores": (lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")), None),
     "checkerboard": (checkerboard, None),
-    "a tensor of no axes": (Cooled().score_mod, None),
+    "a tensor of no axes": (lambda score, b, h, q_idx, kv_idx: score / COOLED.temperature, None),
 }
 
 
@@ -314,4 +290,4 @@ def test_arrays_of_the_call_stand_before_those_that_functions_read():
     held = [each.numpy() for each in arrays]
     assert evaluate(score, np.full((1, 1), 2.0), 0, 1, 0, 0, arrays=held) == 4.0625
     assert [evaluate(mask, 1, 0, 0, np.full((1, 1), key), arrays=held).item() for key in (39, 40)] == [True, False]
-    assert tile_mods(alibi_of_slopes, causal)[1] is not causal  # which has no room for slopes
+    assert tile_mods(score_mod, causal, (factors,))[1] is not causal  # which has no room for slopes
