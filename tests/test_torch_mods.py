@@ -8,6 +8,7 @@ import linecache
 import math
 from types import SimpleNamespace
 
+import cuda.tile as ct
 import numpy as np
 import pytest
 
@@ -84,12 +85,12 @@ def paged(b, h, q_idx, kv_idx):
 
 
 def relative(score, b, h, q_idx, kv_idx):
-    return score + (q_idx - kv_idx)
+    return score.astype(ct.float32) + (q_idx - kv_idx)
 
 
 def checkerboard(score, b, h, q_idx, kv_idx):
     score = torch.where((kv_idx - q_idx).abs() % 2 == 1, score * 0.5, score)
-    return torch.where((kv_idx - q_idx) % 3 == 0, score * 2.0, score)
+    return torch.where((kv_idx - q_idx) % 3 == 0, 2.0 - score, score)
 
 
 MODS = {
@@ -110,8 +111,7 @@ MODS = {
         lambda score, b, h, q_idx, kv_idx: score + SLOPES[h] * (kv_idx - q_idx).to(torch.float32),
         and_masks(causal, same_document),
     ),
-    "relative": (relative, None),
-    "relative bias": (lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, q_idx - kv_idx], window(30)),
+    "relative bias": (lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, q_idx - kv_idx], None),
     "softcap": (lambda score, b, h, q_idx, kv_idx: 3.0 * torch.tanh(score / 3.0), None),
     "causal scores": (lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")), None),
     "checkerboard": (checkerboard, None),
@@ -233,6 +233,7 @@ REFUSED = [
     (lambda score, b, h, q_idx, kv_idx: score * SLOPES, "a tensor of 1 axes takes as many numbers as indices, not 0"),
     (lambda score, b, h, q_idx, kv_idx: score.to(torch.complex64), "torch's to complex64 has no translation"),
     (lambda score, b, h, q_idx, kv_idx: score.exp().softmax(-1), "torch's softmax has no translation"),
+    (lambda score, b, h, q_idx, kv_idx: score.exp().where(q_idx > 0, 0.0), "numbers have no where here"),
     (lambda score, b, h, q_idx, kv_idx: torch.add(score, b, alpha=2), "torch's add alpha has no translation"),
     (
         lambda score, b, h, q_idx, kv_idx: torch.exp(torch.ops.tiledsched_tests.tanh(score)),
