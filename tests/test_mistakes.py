@@ -329,7 +329,7 @@ def test_what_the_compiler_says_is_told_with_its_line(tmp_path, edit, words, lin
 
 LINES = [
     ("tune atention", "kernel 'atention' is not known here (did you mean 'attention'?); name the file or module"),
-    ("check softmax.py", "softmax.py is a file; name its class, too: softmax.py:Softmax"),
+    ("check softmax.py", "softmax.py is a file; name its kernel, too: softmax.py:Softmax"),
     ("check softmax.Softmax", "a colon stands between a file and its class: softmax.py:Softmax"),
     ("check softmax.py:Sofmax", "declares no kernel 'Sofmax'; it declares Softmax (did you mean 'Softmax'?)"),
     ("check sofmax.py:Softmax", "sofmax.py (did you mean softmax.py?); name it as path/file.py:Class"),

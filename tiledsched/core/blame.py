@@ -103,7 +103,8 @@ def author_line(error: BaseException) -> str:
     if where is not None:
         return line_text(where.filename, where.line)
     lines = list(_author_frames(error))
-    return line_text(lines[-1][0].f_code.co_filename, lines[-1][1]) if lines else ""
+    own = [each for each in lines if not str(each[0].f_globals.get("__name__")).startswith("tiledsched.")] or lines
+    return line_text(own[-1][0].f_code.co_filename, own[-1][1]) if own else ""
 
 
 def says_line(message: str) -> bool:

@@ -140,7 +140,7 @@ class Kernel(Declaration):
         cls.scalar_fields = {name: value for name, value in found.items() if isinstance(value, Scalar)}
         if "name" not in own:
             cls.name = f"{registry.module_word(cls)}:{cls.__name__}"
-        if not cls.space:
+        if "space" not in own:
             cls.space = cls.name
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
         cls.requirements = _read_requirements(cls)
@@ -284,7 +284,7 @@ def _check_fields(kernel: KernelClass) -> None:
         if name in mine:
             _fail(kernel, f"derived[{name!r}]", "there is a field of that name; call one something else")
     for name, each in kernel.array_fields.items():
-        _check_array(kernel, name, each)
+        check_array(kernel, name, each)
     if not any(each.role in ("out", "inout") for each in kernel.array_fields.values()):
         _fail(kernel, "function", "no array is an output; declare one with ts.out(...) or ts.inout(...)")
     if kernel.function is None and kernel.entry is None and kernel.launches is None:
@@ -303,7 +303,12 @@ def _check_fields(kernel: KernelClass) -> None:
             )
 
 
-def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
+def check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
+    """Check the declaration of an array.
+
+    Raises:
+        DeclarationError: it is wrong; the message begins with the kernel and the name.
+    """
     if isinstance(each.shape, str):
         allowed = {*kernel.fields, *kernel.derived, *(kernel.knobs if each.role == "workspace" else ())}
         unknown = sorted(_names(kernel, name, each.shape) - allowed)

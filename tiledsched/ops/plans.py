@@ -92,10 +92,8 @@ class AttentionCall(NamedTuple):
             ProblemError: the kernel has no such problem.
         """
         page = 0 if self.features.block_table is None else self.k.shape[2]
-        problem = Attention.problem(**self.fields(), page=page, lse=self.lse)
-        if beyond_int32(
-            (self.q, self.k, self.v)
-        ):  # pages are more than a call reads, and others may be parts of larger ones
+        problem = self.features.kernel.problem(**self.fields(), page=page, lse=self.lse)
+        if beyond_int32(self.tensors):  # pages are more than a call reads, and others may be parts of larger ones
             # As if derived of the sizes: the same problem, by functions with 64-bit indices.
             vars(problem)["wide"] = True
         return problem
@@ -149,7 +147,7 @@ class AttentionCall(NamedTuple):
             numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)
-        decision = choose("sdpa", problem, (q, k, v), lambda: raced(problem, scale, cap, late=True), served)
+        decision = choose(features.front, problem, (q, k, v), lambda: raced(problem, scale, cap, late=True), served)
         if isinstance(decision, str):
             return decision
         decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES and decision.captured_served is None

@@ -1,0 +1,355 @@
+"""`flex`: attention with functions of the author's own that change scores and hide keys, on the schedule that the table names.
+
+As for `sdpa`, the first call of a shape makes a plan, and later calls find it and launch. Later calls do not read the text of the
+functions: they compare which objects they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from tiledsched.core.cases import call_reference
+from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.core.registry import kernel_named
+from tiledsched.kernels.attention.scales import default_scale
+from tiledsched.kernels.attention.similarity import FEW_ROWS
+from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
+from tiledsched.ops.block_masks import (
+    BlockMask,
+    by_name,
+    fill_lists,
+    find_lists,
+    read_arrays,
+    shape_of_lists,
+    types_of,
+    variant_named,
+)
+from tiledsched.ops.features import AttentionFeatures
+from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
+from tiledsched.ops.plans import AttentionCall, cache, plan_key
+from tiledsched.serve import process
+from tiledsched.serve.execute import has_tangent, is_plain_call, is_transformed, launch_plan
+from tiledsched.serve.flops import inform_counters
+from tiledsched.serve.op import on_host
+from tiledsched.serve.plan import Plan
+from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key, lock
+
+NO_GRADIENTS = (
+    "gradients of flex are required, and there are none yet; detach its inputs, or call it under torch.no_grad(), or train with "
+    "torch.nn.attention.flex_attention"
+)
+NO_TRANSFORMS = (
+    "flex is not served under vmap, jvp, grad and other transforms of torch.func; give it a batch axis, and call it outside "
+    "of them"
+)
+FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "scale"})
+"""The arguments of :func:`flex` that make a call of `explain` one of `flex`."""
+_traced = torch.compiler.is_dynamo_compiling
+
+
+class Ready(NamedTuple):
+    """What calls like one that was served before need."""
+
+    plan: Plan
+    """Their plan."""
+    variant: Variant
+    """The kernel, and the lists of that call; None where there are none."""
+    keeps: bool
+    """Whether these lists are those of all calls without a block mask: of a function that takes no arrays."""
+    held: tuple[Any, ...]
+    """The functions, so that no other object takes their identity."""
+
+
+hot: PlanCache[Ready] = PlanCache(call_key)
+"""What later calls need, by the tensors and options of :func:`flex`."""
+
+
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    arrays: tuple[Tensor, ...] = (),
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention with functions of your own: softmax(score_mod(scale * q @ k^T), where mask_mod) @ v, on the tuned schedule.
+
+    .. code-block:: python
+
+        def causal(b, h, q_idx, kv_idx):
+            return q_idx >= kv_idx
+
+        def alibi(score, b, h, q_idx, kv_idx, slopes):
+            return score + ct.gather(slopes, h) * (kv_idx - q_idx)
+
+        out = tiledsched.flex(q, k, v, alibi, causal, arrays=(slopes,))
+
+    The functions are code of cuTile, which is compiled into the kernel. They are called for whole tiles: `b` is the number of the
+    sequence, an int32 scalar; `h` that of the query head, a scalar or `[rows, 1]`; `q_idx` and `kv_idx` are the numbers of rows
+    and keys in their sequence, int32 `[rows, 1]` and `[1, keys]`. Both functions are given all arrays; one that reads none of
+    them ends with `*arrays`. A function must have a name and stand in a file; or be returned by such a function, whose numbers,
+    tuples and functions it may use; or be a frozen dataclass with `__call__`. What it reads from around it is read at its first
+    call. New contents of arrays compile nothing.
+
+    Args:
+        q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
+            `[heads, seq_q, head_dim]`, and k and v alike.
+        k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
+        v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx, *arrays)`, the new scores. `score` is float32 `[rows, keys]`, scaled;
+            what is returned broadcasts to its shape.
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key, of a shape that broadcasts to
+            `[rows, keys]`; the block mask's function unless given. The mask is applied after `score_mod`.
+        block_mask: the blocks of keys that `mask_mod` shows, as `tiledsched.block_mask` finds them. Unless given they are found
+            once, or, if there are arrays, in each call.
+        arrays: tensors on q's device that the functions read with `ct.gather`, in this order, of any strides. Integers of 64 bits
+            are converted to 32 in each call.
+        scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
+        return_lse: return the log-sum-exp of each row's changed, masked scores, too: natural, float32 `[batch, heads, seq_q]`.
+
+    Returns:
+        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. A row that sees no
+        key is zeros, and its log-sum-exp is minus infinity. Under autocast q, k and v are cast first, as for `sdpa`. Tensors on
+        the CPU are computed in float64 by the reference, slowly, with a warning.
+
+    Raises:
+        DeclarationError: a function cannot be compiled, or takes another number of arrays.
+        ProblemError: arguments that do not fit together.
+        UnsupportedError: gradients or transforms of torch.func are asked for, or the kernel takes no such tensors.
+        LaunchError: the launch failed, or a CUDA graph is being captured and this program never ran before.
+    """
+    # The short way, as that of `sdpa`. Functions are told apart by identity; `Ready` holds them, so that it stays theirs.
+    if (
+        not _traced()
+        and type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and type(arrays) is tuple
+        and (scale is None or type(scale) is float)
+        and (block_mask is None or type(block_mask) is BlockMask)
+        and is_plain_call()
+        and not (q.is_nested or k.is_nested or v.is_nested)
+    ):
+        for each in arrays:
+            if type(each) is not Tensor or each.is_nested:
+                break
+        else:
+            of_mask: Any = None
+            if block_mask is not None:
+                of_mask = block_mask.key
+            elif mask_mod is not None:  # its lists are those of a stream
+                of_mask = _stream_of(q)
+            given = (q, k, v, *arrays)
+            ready = hot.find_ready(given, (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse))
+            if ready is not None:
+                lists = ready.variant.lists
+                if block_mask is not None:
+                    lists = lists if lists is None else block_mask.lists
+                elif lists is not None and (not ready.keeps or process.runtime.is_capturing()):
+                    lists = fill_lists(q, k, arrays, ready.variant.kernel.name)
+                result = launch_plan(
+                    ready.plan, given if lists is None else (q, k, v, lists, *arrays), None, False, True
+                )
+                return (result[0], result[1].squeeze(-1)) if return_lse else result
+    return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
+
+
+def _stream_of(q: Tensor) -> int | None:
+    """The stream that is current on q's device; None where no kernel runs."""
+    runtime = process.runtime
+    return runtime.current_stream(q.get_device()) if q.device.type == runtime.device_type else None
+
+
+class Variant(AttentionFeatures):
+    """What a call of `flex` has in the place of the features of `sdpa`: its kernel, and what that takes beside q, k and v."""
+
+    front, elsewhere = "flex", "its reference, in float64 on the CPU"
+
+    lists: Any
+    """The lists of blocks; None where the problem has none."""
+    arrays: Sequence[Any]
+    """What the functions take."""
+
+    def __new__(cls, kernel: str, lists: Any, arrays: Sequence[Any]) -> Variant:
+        """A variant by the name of its kernel."""
+        made = super().__new__(cls)
+        made.kernel, made.lists, made.arrays = kernel_named(kernel), lists, arrays  # type: ignore[misc]
+        return made
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a plan depends on, apart from q, k and v."""
+        return (*super().key, self.kernel.name, *call_key(*self.arrays))
+
+    def feature_arrays(self, q: Any) -> dict[str, Any]:
+        """The lists and the arrays, by the names of the kernel's arrays."""
+        lists = {} if self.lists is None else {"Blocks": self.lists}
+        return lists | by_name(self.arrays)
+
+    def by_reference(self, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, Any]:
+        """The output and the log-sum-exp, computed in float64 on the host; see :data:`elsewhere`."""
+        out, lse = empty_results(q, v, True)
+        if 0 in (*q.shape, k.shape[2], v.shape[3]):  # no row sees a key
+            return out.zero_(), lse.fill_(-math.inf)
+        fields = AttentionCall(q, k, v, None, scale, True).fields() | {
+            "dtype": "float16"
+        }  # of any the reference is the same
+        problem = self.kernel.problem(**fields, lse=True)
+        usual = default_scale(problem)
+        read = {name: on_host(each, "").astype(numpy.float64) for name, each in (("Q", q), ("K", k), ("V", v))}
+        read["Q"] *= (usual if scale is None else scale) / usual
+        found = call_reference(self.kernel, numpy, problem, read | by_name(on_host(each, "") for each in self.arrays))
+        return out.copy_(torch.from_numpy(found[0])), lse.copy_(torch.from_numpy(found[1][..., 0]))
+
+
+def read_flex(q: Any, k: Any, v: Any, *, return_lse: bool = False, **given: Any) -> AttentionCall:
+    """The call of tensors of four axes, checked, with its lists made; the arguments are those of :func:`flex`.
+
+    Raises:
+        DeclarationError, ProblemError: as `flex`.
+    """
+    kernel, lists, arrays, scale = _read(q, k, v, **given)
+    return AttentionCall(q, k, v, None, scale, return_lse, Variant(kernel, lists, arrays))
+
+
+def _read(
+    q: Any,
+    k: Any,
+    v: Any,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    arrays: Any = (),
+    scale: Any = None,
+) -> tuple[str, Any, tuple[Any, ...], Any]:
+    """The kernel's name, the lists of blocks, the arrays and the scale of a call, checked."""
+    check_tensors(q, k, v)
+    arrays, scale = read_arrays(arrays, q), read_scale(scale)
+    if odd_scale(scale) or not q.shape[-1]:
+        raise ProblemError(odd_scale(scale) or "q has no columns; head_dim must be 1 at least")
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and heads_grouped(q, k, v)):
+        raise ProblemError(
+            "flex takes tensors [batch, heads, rows, columns] of one batch, heads a multiple of kv_heads, or three axes of each; "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; expand what is to be broadcast"
+        )
+    types = types_of(arrays)
+    if block_mask is not None:
+        mask_mod = _mask_of(block_mask, mask_mod, types)
+    name, lists = variant_named(score_mod, mask_mod, types), None
+    if block_mask is not None:
+        _check_sizes(block_mask, name, q, k)
+    if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
+        lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
+    return name, lists, arrays, scale
+
+
+def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
+    """The mask function of a call with a block mask.
+
+    Raises:
+        ProblemError: that is none of ours, or of another function than the one given.
+    """
+    if not isinstance(block_mask, BlockMask):
+        kind = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
+        raise ProblemError(f"block_mask must be what tiledsched.block_mask returns, got {kind}")
+    own = block_mask.mask_mod
+    if mask_mod not in (None, own) and variant_named(None, mask_mod, types) != variant_named(None, own, types):
+        raise ProblemError(
+            "mask_mod is another function than that of block_mask; give one of them, or make block_mask of mask_mod"
+        )
+    return own
+
+
+def _check_sizes(block_mask: BlockMask, name: str, q: Any, k: Any) -> None:
+    """Raise unless a block mask is for these tensors.
+
+    Raises:
+        ProblemError: it is for other sizes or another device.
+    """
+    lists, wanted = block_mask.lists, shape_of_lists(name, q, k)
+    fits = lists.shape[0] in (1, wanted[0]) and lists.shape[1] in (1, wanted[1])
+    if not fits or (block_mask.rows, block_mask.keys) != (q.shape[2], k.shape[2]) or lists.device != q.device:
+        raise ProblemError(
+            f"block_mask is for {block_mask.rows} rows and {block_mask.keys} keys on {lists.device}, with lists "
+            f"{tuple(lists.shape)}; these tensors have {q.shape[2]} rows and {k.shape[2]} keys on {q.device}, and need lists "
+            f"{tuple(wanted)}, or 1 in place of the first two sizes; make one with tiledsched.block_mask(mask_mod, q, k, arrays)"
+        )
+
+
+def _attend(
+    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any, return_lse: bool
+) -> Any:
+    """Every other call: check it, call the operator, and have later calls like it go the short way."""
+    if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
+        raise UnsupportedError(
+            "flex takes no nested tensors; pack the sequences, and have mask_mod hide each from the others"
+        )
+    check_tensors(q, k, v)
+    if not _traced():
+        if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, *read_arrays(arrays, q))):
+            raise UnsupportedError(NO_TRANSFORMS)
+        inform_counters()
+    again = q.ndim == k.ndim == v.ndim == 3
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = cast_for_autocast(q, k, v)
+    read = read_arrays(arrays, q)
+    if again or type(arrays) is not tuple or any(each is not given for each, given in zip(read, arrays, strict=True)):
+        given = (q[None], k[None], v[None]) if again else (q, k, v)
+        result = flex(*given, score_mod, mask_mod, block_mask, read, scale=scale, return_lse=return_lse)
+        return result if not again else (result[0][0], result[1][0]) if return_lse else result[0]
+    kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale)
+    operator = flex_lse_operator if return_lse else flex_operator
+    result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
+    if not _traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
+        variant = Variant(kernel, lists, arrays)
+        of_mask = None if mask_mod is None else _stream_of(q)
+        of_mask = of_mask if block_mask is None else block_mask.key
+        key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
+        keeps = not (block_mask or arrays) and lists is not None and not process.runtime.is_capturing()
+        with lock:
+            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, variant))
+            if plan is not None:
+                ready = Ready(plan, variant, keeps, (score_mod, mask_mod, block_mask and block_mask.mask_mod))
+                hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
+    return result
+
+
+def _register(name: str, result: str, lse: bool) -> Any:
+    """`tiledsched::flex`, or `flex_lse`."""
+
+    def launch(q: Any, k: Any, v: Any, lists: Any, arrays: Any, kernel: str, scale: float | None) -> Any:
+        return attend(q, k, v, None, scale, lse, Variant(kernel, lists, arrays))
+
+    def autograd(operator: Any, q: Any, k: Any, v: Any, lists: Any, arrays: Any, *given: Any) -> Any:
+        tensors = (q, k, v, *arrays)
+        if has_tangent(tensors):
+            raise UnsupportedError(NO_TRANSFORMS)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            raise UnsupportedError(NO_GRADIENTS)
+        if not is_transformed() and are_ordinary(tensors if lists is None else (*tensors, lists)):
+            return launch(q, k, v, lists, arrays, *given)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(q, k, v, lists, arrays, *given)
+
+    def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
+        return empty_results(q, v, lse)
+
+    def flops(q: Any, k: Any, v: Any, *given: Any, out_val: Any) -> int:
+        return forward_flops(q, k, v, out_val=out_val)
+
+    arguments = "Tensor q, Tensor k, Tensor v, Tensor? lists, Tensor[] arrays, str kernel, float? scale"
+    return register(f"{name}({arguments}) -> {result}", launch, fake, autograd, flops)
+
+
+flex_operator = _register("flex", "Tensor", lse=False)
+flex_lse_operator = _register("flex_lse", "(Tensor, Tensor)", lse=True)
