@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -26,6 +27,7 @@ from tiledsched.ops.block_masks import (
     fill_lists,
     find_lists,
     read_arrays,
+    read_mods,
     shape_of_lists,
     types_of,
     variant_named,
@@ -212,17 +214,7 @@ class Variant(AttentionFeatures):
         return out.copy_(torch.from_numpy(found[0])), lse.copy_(torch.from_numpy(found[1][..., 0]))
 
 
-def read_flex(q: Any, k: Any, v: Any, *, return_lse: bool = False, **given: Any) -> AttentionCall:
-    """The call of tensors of four axes, checked, with its lists made; the arguments are those of :func:`flex`.
-
-    Raises:
-        DeclarationError, ProblemError: as `flex`.
-    """
-    kernel, lists, arrays, scale = _read(q, k, v, **given)
-    return AttentionCall(q, k, v, None, scale, return_lse, Variant(kernel, lists, arrays))
-
-
-def _read(
+def read_flex(
     q: Any,
     k: Any,
     v: Any,
@@ -231,6 +223,19 @@ def _read(
     block_mask: Any = None,
     arrays: Any = (),
     scale: Any = None,
+    return_lse: bool = False,
+) -> AttentionCall:
+    """The call of tensors of four axes, checked, with its lists made; the arguments are those of :func:`flex`.
+
+    Raises:
+        DeclarationError, ProblemError: as `flex`.
+    """
+    kernel, lists, arrays, scale = _read(q, k, v, *_in_tile_code(q, score_mod, mask_mod, block_mask, arrays), scale)
+    return AttentionCall(q, k, v, None, scale, return_lse, Variant(kernel, lists, arrays))
+
+
+def _read(
+    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any
 ) -> tuple[str, Any, tuple[Any, ...], Any]:
     """The kernel's name, the lists of blocks, the arrays and the scale of a call, checked."""
     check_tensors(q, k, v)
@@ -251,6 +256,17 @@ def _read(
     if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
         lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
     return name, lists, arrays, scale
+
+
+def _in_tile_code(q: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any) -> tuple[Any, Any, Any, Any]:
+    """The functions, block mask and arrays of a call, where the functions may be in torch's words, in cuTile's; see
+    :func:`~tiledsched.ops.block_masks.read_mods`."""
+    ours = isinstance(block_mask, BlockMask)
+    own = block_mask.mask_mod if ours and mask_mod is None else mask_mod
+    score_mod, mask, arrays = read_mods(score_mod, own, arrays, q)
+    if mask is own:
+        return score_mod, mask_mod, block_mask, arrays
+    return score_mod, mask, replace(block_mask, mask_mod=mask) if ours else block_mask, arrays
 
 
 def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
@@ -302,10 +318,11 @@ def _attend(
     again = q.ndim == k.ndim == v.ndim == 3
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
-    read = read_arrays(arrays, q)
-    if again or type(arrays) is not tuple or any(each is not given for each, given in zip(read, arrays, strict=True)):
+    score, mask, blocks, read = _in_tile_code(q, score_mod, mask_mod, block_mask, arrays)
+    both = zip((score_mod, mask_mod, block_mask, *arrays), (score, mask, blocks, *read), strict=False)
+    if again or type(arrays) is not tuple or any(one is not other for one, other in both):
         given = (q[None], k[None], v[None]) if again else (q, k, v)
-        result = flex(*given, score_mod, mask_mod, block_mask, read, scale=scale, return_lse=return_lse)
+        result = flex(*given, score, mask, blocks, read, scale=scale, return_lse=return_lse)
         return result if not again else (result[0][0], result[1][0]) if return_lse else result[0]
     kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale)
     operator = flex_lse_operator if return_lse else flex_operator
