@@ -16,7 +16,7 @@ from test_declaration import own_names  # noqa: F401  # what a test declares is 
 import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core import blame, errors, registry
+from tiledsched.core import errors, registry
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 
@@ -324,7 +324,7 @@ def test_what_the_compiler_says_is_told_with_its_line(tmp_path, edit, words, lin
     kernel = registry.load_kernel(written(tmp_path, edit))
     with pytest.raises(Exception) as error:  # noqa: PT011  # of cuTile's several
         compile_schedule(kernel, kernel.problem(rows=3, columns=60), SCHEDULE, "sm_90")
-    assert re.search(rf"{words}.*{re.escape(line)}$", blame.describe(error.value), re.DOTALL)
+    assert re.search(rf"{words}.*{re.escape(line)}$", errors.describe(error.value), re.DOTALL)
 
 
 LINES = [
@@ -383,7 +383,7 @@ def test_a_misspelt_word_of_a_command_is_answered_by_the_one_that_was_meant(
     ],
 )
 def test_the_nearest_name(word, known, found) -> None:
-    assert blame.nearest(word, known) == found
+    assert errors.nearest(word, known) == found
 
 
 # ---- a kernel's identity is its own ----------------------------------------------------------------------------------

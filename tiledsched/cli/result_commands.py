@@ -29,7 +29,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core import blame, errors, registry, text
+from tiledsched.core import errors, registry, text
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import VERSIONED, KernelClass, Problem
@@ -149,7 +149,7 @@ def show(
         arch = arch or ",".join(sorted(here_archs)) or None
         words = " ".join(filter(None, [run.kernel_word, "--arch", arch or "ARCH"]))
         ships = (
-            f"; kernels that ship: {', '.join(registry.SHIPPED)}{blame.did_you_mean(kernel, registry.SHIPPED)}"
+            f"; kernels that ship: {', '.join(registry.SHIPPED)}{errors.did_you_mean(kernel, registry.SHIPPED)}"
             if kernel and kernel not in known
             else ""
         )
@@ -193,8 +193,8 @@ def _show_seen(
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
     """List what ships and what is measured, and where the winners of the two regimes differ."""
     from tiledsched.store.location import database_exists
-    from tiledsched.store.manifest import shipped_landscapes
     from tiledsched.store.queries import compare_regimes
+    from tiledsched.store.shipped import shipped_landscapes
 
     lines, compared = [], []
     if run.db or database_exists(run.settings().db):

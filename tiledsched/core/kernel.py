@@ -20,11 +20,19 @@ import numpy
 
 from tiledsched.core import registry
 from tiledsched.core.arrays import Tolerance
-from tiledsched.core.blame import class_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs, shrunk
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS
-from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
+from tiledsched.core.errors import (
+    DeclarationError,
+    SpaceError,
+    TiledschedError,
+    class_line,
+    describe,
+    did_you_mean,
+    nearest,
+    says_line,
+)
 from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.fields import (
     DTYPES,

@@ -16,10 +16,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from tiledsched.core.arrays import ArraySpec, Tolerance
-from tiledsched.core.blame import did_you_mean
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
-from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, did_you_mean
 from tiledsched.core.fields import ArrayField, Dim, Knob, Preparation, ProblemField, Scalar, Value, knob
 from tiledsched.core.integers import Integers
 from tiledsched.core.resources import ResourceFacts

@@ -19,9 +19,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from tiledsched.core.blame import author_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, TiledschedError
+from tiledsched.core.errors import (
+    ConfigError,
+    DeclarationError,
+    ProblemError,
+    TiledschedError,
+    author_line,
+    describe,
+    did_you_mean,
+    nearest,
+    says_line,
+)
 from tiledsched.core.extras import remedy
 from tiledsched.core.fields import Value
 from tiledsched.core.files import MOST_TYPED, read_bounded, real_path

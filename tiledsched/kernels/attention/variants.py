@@ -22,10 +22,9 @@ from typing import Any
 import numpy
 
 import tiledsched.core.fields as ts
-from tiledsched.core.blame import author_line, function_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cases import Case, drawn, random_inputs
-from tiledsched.core.errors import DeclarationError, ProblemError
+from tiledsched.core.errors import DeclarationError, ProblemError, author_line, function_line
 from tiledsched.core.fields import ArrayField
 from tiledsched.core.kernel import check_array
 from tiledsched.core.problem import KernelClass
