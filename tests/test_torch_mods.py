@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-import math
 from types import SimpleNamespace
 
 import cuda.tile as ct
@@ -14,9 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from serve_on_cpu import TOLERANCE, tensors
 from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
+import tiledsched as ts
 from docs.examples import attention_variants
 from tiledsched.core.errors import DeclarationError
 from tiledsched.interpreter import InterpreterError, evaluate
@@ -53,14 +54,18 @@ def prefix_lm(b, h, q_idx, kv_idx):
     return kv_idx < PREFIX[b]
 
 
-def same_document(b, h, q_idx, kv_idx):
-    return IDS[b, q_idx] == IDS[b, kv_idx]
+def sloped(slopes):
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx).to(torch.float32)
+
+
+def documents(ids):
+    return lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
 
 
 def within_documents(inner):
     def mask(b, h, q_idx, kv_idx):
         row, key = (each - BEGINS[b, IDS[b, each]] for each in (q_idx, kv_idx))
-        return same_document(b, h, q_idx, kv_idx) & inner(b, h, row, key)
+        return documents(IDS)(b, h, q_idx, kv_idx) & inner(b, h, row, key)
 
     return mask
 
@@ -74,11 +79,6 @@ def natten(b, h, q_idx, kv_idx):
     return near & (torch.abs(torch.clamp(column, min=2, max=8) - key_column) <= 2)
 
 
-def dilated(b, h, q_idx, kv_idx):
-    distance = torch.abs(q_idx - kv_idx)
-    return torch.logical_and(distance <= 20, (distance % 3) == 0)
-
-
 def paged(b, h, q_idx, kv_idx):
     page = PAGES[b, kv_idx // 24]
     return torch.where(page >= 0, causal(b, h, q_idx, page * 24 + kv_idx % 24), False)
@@ -88,18 +88,16 @@ def relative(score, b, h, q_idx, kv_idx):
     return score.astype(ct.float32) + (q_idx - kv_idx)
 
 
-def checkerboard(score, b, h, q_idx, kv_idx):
-    score = torch.where((kv_idx - q_idx).abs() % 2 == 1, score * 0.5, score)
-    return torch.where((kv_idx - q_idx) % 3 == 0, 2.0 - score, score)
-
-
 MODS = {
     "window": (None, window(9)),
     "prefix": (None, or_masks(causal, prefix_lm)),
-    "documents": (None, same_document),
+    "documents": (None, documents(IDS)),
     "causal in documents": (None, within_documents(causal)),
     "neighbourhood": (None, natten),
-    "dilated": (None, dilated),
+    "dilated": (
+        None,
+        lambda b, h, q_idx, kv_idx: torch.logical_and(torch.abs(q_idx - kv_idx) <= 20, (q_idx - kv_idx) % 3 == 0),
+    ),
     "pages": (None, paged),
     "padding": (None, lambda b, h, q_idx, kv_idx: UNPADDED[b, kv_idx]),
     "all": (None, noop_mask),
@@ -107,33 +105,16 @@ MODS = {
         lambda score, b, h, q_idx, kv_idx: score + torch.exp2(-((h + 1) * 8.0 / HEADS)) * (kv_idx - q_idx),
         causal,
     ),
-    "slopes and documents": (
-        lambda score, b, h, q_idx, kv_idx: score + SLOPES[h] * (kv_idx - q_idx).to(torch.float32),
-        and_masks(causal, same_document),
-    ),
+    "slopes and documents": (sloped(SLOPES), and_masks(causal, documents(IDS))),
     "relative bias": (lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, q_idx - kv_idx], None),
     "softcap": (lambda score, b, h, q_idx, kv_idx: 3.0 * torch.tanh(score / 3.0), None),
     "causal scores": (lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")), None),
-    "checkerboard": (checkerboard, None),
+    "checkerboard": (
+        lambda score, b, h, q_idx, kv_idx: torch.where((kv_idx - q_idx).abs() % 2 == 1, 2.0 - score, score),
+        None,
+    ),
     "a tensor of no axes": (lambda score, b, h, q_idx, kv_idx: score / COOLED.temperature, None),
 }
-
-
-def attention(q, k, v, score_mod, mask_mod):
-    """In NumPy, with the functions as tile code."""
-    score_mod, mask_mod, arrays = tile_mods(score_mod, mask_mod)
-    arrays = [each.numpy() for each in arrays]
-    row, key = np.arange(ROWS, dtype=np.int32)[:, None], np.arange(KEYS, dtype=np.int32)[None]
-    out = np.empty((BATCH, HEADS, ROWS, COLUMNS))
-    for b, h in np.ndindex(BATCH, HEADS):
-        scores = q[b, h] @ k[b, h].T / math.sqrt(COLUMNS)
-        if score_mod is not None:
-            scores = np.broadcast_to(evaluate(score_mod, scores, b, h, row, key, arrays=arrays), scores.shape)
-        if mask_mod is not None:
-            scores = np.where(evaluate(mask_mod, b, h, row, key, arrays=arrays), scores, -np.inf)
-        weights = np.exp(scores - np.maximum(scores.max(1, keepdims=True), -1e300))
-        out[b, h] = weights @ v[b, h] / np.maximum(weights.sum(1, keepdims=True), 1e-300)
-    return out
 
 
 @functools.cache
@@ -141,7 +122,7 @@ def by_torch(name):
     score_mod, mask_mod = MODS[name]
     q, k, v = inputs()
     blocks = mask_mod and theirs.create_block_mask(mask_mod, BATCH, HEADS, ROWS, KEYS, device="cpu")
-    return theirs.flex_attention(q, k, v, score_mod=score_mod, block_mask=blocks).numpy()
+    return theirs.flex_attention(q, k, v, score_mod=score_mod, block_mask=blocks)
 
 
 @functools.cache
@@ -150,18 +131,33 @@ def inputs():
     return [torch.randn(*each, generator=GENERATOR, dtype=torch.float64) for each in sizes]
 
 
-def difference(name):
-    return np.abs(attention(*(each.numpy() for each in inputs()), *MODS[name]) - by_torch(name)).max()
-
-
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch):
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
+@pytest.mark.filterwarnings("ignore:tiledsched.flex uses its reference")
 @pytest.mark.parametrize("name", MODS)
 def test_a_function_means_what_torch_means(name):
-    assert difference(name) < 1e-6  # torch's slopes and bias are float32
+    score_mod, mask_mod = MODS[name]
+    blocks = mask_mod and ts.block_mask(mask_mod, *inputs()[:2])
+    for given in ({"mask_mod": mask_mod}, {"block_mask": blocks}):
+        found = ts.flex(*inputs(), score_mod, **given)
+        torch.testing.assert_close(found, by_torch(name), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_kernel_is_given_the_tensors_of_each_call(launches):
+    """In the interpreter; the second call, with functions made anew and other tensors, launches the same kernels."""
+    q, k, v = tensors(batch=2, heads=HEADS, kv_heads=HEADS, rows=KEYS, columns=16)
+    for slopes, ids in ((SLOPES, IDS), (SLOPES * 2, IDS // 2)):
+        mods = sloped(slopes), documents(ids)
+        blocks = theirs.create_block_mask(mods[1], 2, HEADS, KEYS, KEYS, device="cpu")
+        wanted = theirs.flex_attention(q.double(), k.double(), v.double(), score_mod=mods[0], block_mask=blocks)
+        torch.testing.assert_close(ts.flex(q, k, v, *mods), wanted.to(q.dtype), **TOLERANCE[q.dtype])
+    first, second = ([kernel for _, _, kernel, _ in some] for some in (launches[:2], launches[2:]))
+    assert first == second
+    assert len(first) == 2  # of the lists of blocks, and of attention
 
 
 # ---- each word -------------------------------------------------------------------------------------------------------
@@ -212,17 +208,16 @@ def test_a_word_with_another_meaning_is_noticed(name, monkeypatch):
 # ---- what is refused, and what is used as it is ----------------------------------------------------------------------
 
 
-def branching(score, b, h, q_idx, kv_idx):
-    return score if score * SLOPES[h] > 3 else 0.0
-
-
 @torch.library.custom_op("tiledsched_tests::tanh", mutates_args=())
 def approximate_tanh(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
 REFUSED = [
-    (branching, "a condition on numbers is not known in Python"),
+    (
+        lambda score, b, h, q_idx, kv_idx: score if score * SLOPES[h] > 3 else 0.0,
+        "a condition on numbers is not known in Python",
+    ),
     (lambda score, b, h, q_idx, kv_idx: torch.cumsum(score, -1), "torch's cumsum has no translation"),
     (lambda score, b, h, q_idx, kv_idx: torch.nn.functional.silu(score), "torch's silu inplace has no translation"),
     (
@@ -244,7 +239,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("function", "message"), REFUSED)
 def test_a_function_without_translation_is_refused_with_its_line(function, message):
-    line = function.__code__.co_firstlineno + (function is branching)
+    line = function.__code__.co_firstlineno
     with pytest.raises(DeclarationError) as error:
         tile_mods(function, None)
     found = f"score_mod: {__file__}, line {line}, {linecache.getline(__file__, line).strip()}: {message}"
@@ -261,7 +256,7 @@ def test_tile_code_is_used_as_it_is():
 
 def test_the_code_depends_on_numbers_and_not_on_what_tensors_hold():
     def masks(ids, size):
-        return and_masks(window(size), lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx])
+        return and_masks(window(size), documents(ids))
 
     first, again, other = (tile_mods(None, masks(ids, size)) for ids, size in ((IDS, 9), (IDS + 1, 9), (IDS, 8)))
     assert first[1] is again[1] is not other[1]
