@@ -19,10 +19,14 @@ from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 import tiledsched as ts
 from docs.examples import attention_variants
+from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.errors import DeclarationError
+from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError, evaluate
 from tiledsched.kernels.attention import torch_mods
 from tiledsched.kernels.attention.torch_mods import tile_mods
+from tiledsched.kernels.attention.variants import variant
+from tiledsched.ops.block_masks import read_arrays, types_of
 
 BATCH, HEADS, ROWS, KEYS, COLUMNS = 2, 3, 77, 93, 8
 GENERATOR = torch.Generator().manual_seed(1)
@@ -160,6 +164,46 @@ def test_the_kernel_is_given_the_tensors_of_each_call(launches):
     assert len(first) == 2  # of the lists of blocks, and of attention
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("name", "arch"), [("pages", "sm_90"), ("relative bias", "sm_121"), ("neighbourhood", "sm_90")]
+)
+def test_it_compiles(name, arch):
+    score_mod, mask_mod, arrays = tile_mods(*MODS[name])
+    kernel = variant(score_mod, mask_mod, types_of(read_arrays(arrays, arrays[0]) if arrays else ()))
+    p = kernel.problem(seq_q=300, seq_k=300, head_dim=64, heads=4, kv_heads=2, batch=2)
+    assert compile_schedule(kernel, p, space_for(arch, kernel).default(p), arch).facts.registers
+
+
+# ---- masks of transformers -------------------------------------------------------------------------------------------
+
+
+def of_transformers():
+    masks = pytest.importorskip("transformers.masking_utils")
+    causal, ids = masks.causal_mask_function, IDS - 1
+    near = masks.or_masks(causal, lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) < 6)  # as Gemma 3's
+    return masks, {
+        "window": masks.sliding_window_causal_mask_function(5),
+        "window to both sides": masks.sliding_window_bidirectional_mask_function(5),
+        "chunks": masks.chunked_causal_mask_function(4, PREFIX),
+        "packed": masks.and_masks(causal, masks.packed_sequence_mask_function(ids)),
+        "blocks that see all of themselves": masks.or_masks(causal, masks.blockwise_overlay(ids)),
+        "joined": masks.and_masks(near, masks.sliding_window_overlay(7)),
+    }
+
+
+def test_masks_of_transformers():
+    masks, functions = of_transformers()
+    for function, padding in itertools.product(functions.values(), (None, UNPADDED)):
+        sizes = {"batch_size": BATCH, "q_length": 20, "kv_length": KEYS, "q_offset": KEYS - 20}
+        wanted = masks.sdpa_mask(**sizes, mask_function=function, attention_mask=padding, allow_is_causal_skip=False)
+        whole = function if padding is None else masks.and_masks(function, masks.padding_mask_function(padding))
+        code, arrays = tile_mods(None, masks.add_offsets_to_mask_function(whole, KEYS - 20, 0))[1:]
+        row, key = np.arange(20, dtype=np.int32)[:, None], np.arange(KEYS, dtype=np.int32)[None]
+        held = [each.numpy() for each in arrays]
+        assert all((evaluate(code, b, 0, row, key, arrays=held) == wanted[b, 0].numpy()).all() for b in range(BATCH))
+
+
 # ---- each word -------------------------------------------------------------------------------------------------------
 
 
@@ -254,14 +298,8 @@ def test_tile_code_is_used_as_it_is():
         assert tile_mods(*given) == given
 
 
-def test_the_code_depends_on_numbers_and_not_on_what_tensors_hold():
-    def masks(ids, size):
-        return and_masks(window(size), documents(ids))
-
-    first, again, other = (tile_mods(None, masks(ids, size)) for ids, size in ((IDS, 9), (IDS + 1, 9), (IDS, 8)))
-    assert first[1] is again[1] is not other[1]
-    assert first[2] == (IDS,)
-    assert again[2][0] is not IDS
+def test_other_numbers_are_other_code():
+    assert tile_mods(None, window(9))[1] is tile_mods(None, window(9))[1] is not tile_mods(None, window(8))[1]
 
 
 def test_what_a_function_reads_is_read_in_each_call():
