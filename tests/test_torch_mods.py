@@ -27,6 +27,7 @@ from tiledsched.kernels.attention import torch_mods
 from tiledsched.kernels.attention.torch_mods import tile_mods
 from tiledsched.kernels.attention.variants import variant
 from tiledsched.ops.block_masks import read_arrays, types_of
+from tiledsched.ops.integrations import transformers as integration
 
 BATCH, HEADS, ROWS, KEYS, COLUMNS = 2, 3, 77, 93, 8
 GENERATOR = torch.Generator().manual_seed(1)
@@ -192,16 +193,32 @@ def of_transformers():
     }
 
 
+@pytest.mark.usefixtures("fresh")
+def test_a_mask_without_translation_is_materialised():
+    sizes = {"batch_size": BATCH, "q_length": 20, "kv_length": KEYS, "q_offset": 9, "kv_offset": 0}
+    with ts.configure(masks="own"):
+        named = {"mask_function": lambda b, h, i, j: torch.fmod(i - j, 3) == 0, "allow_is_causal_skip": False}
+        assert isinstance(integration.mask(**sizes, **named), torch.Tensor)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore:tiledsched.flex uses its reference")
 def test_masks_of_transformers():
+    """20 rows behind a cache of 73 keys. They are not materialised where the setting `masks` is `own`."""
     masks, functions = of_transformers()
+    q, k, v = inputs()
     for function, padding in itertools.product(functions.values(), (None, UNPADDED)):
-        sizes = {"batch_size": BATCH, "q_length": 20, "kv_length": KEYS, "q_offset": KEYS - 20}
-        wanted = masks.sdpa_mask(**sizes, mask_function=function, attention_mask=padding, allow_is_causal_skip=False)
-        whole = function if padding is None else masks.and_masks(function, masks.padding_mask_function(padding))
-        code, arrays = tile_mods(None, masks.add_offsets_to_mask_function(whole, KEYS - 20, 0))[1:]
-        row, key = np.arange(20, dtype=np.int32)[:, None], np.arange(KEYS, dtype=np.int32)[None]
-        held = [each.numpy() for each in arrays]
-        assert all((evaluate(code, b, 0, row, key, arrays=held) == wanted[b, 0].numpy()).all() for b in range(BATCH))
+        sizes = {"batch_size": BATCH, "q_length": 20, "kv_length": KEYS, "q_offset": KEYS - 20, "kv_offset": 0}
+        named = {**sizes, "mask_function": function, "attention_mask": padding, "allow_is_causal_skip": False}
+        wanted = masks.sdpa_mask(**named)
+        assert torch.equal(integration.mask(**named), wanted)
+        with ts.configure(masks="own"):
+            seen, later = (integration.mask(**named | {"q_offset": place}) for place in (KEYS - 20, KEYS - 19))
+            found, _ = integration.attention(SimpleNamespace(), q[:, :, :20], k, v, seen, is_causal=True)
+        assert seen.mask_mod is later.mask_mod is not None
+        assert torch.equal(seen.materialize(), wanted)
+        right = torch.nn.functional.scaled_dot_product_attention(q[:, :, :20], k, v, attn_mask=wanted)
+        torch.testing.assert_close(found.transpose(1, 2), right.nan_to_num(), rtol=1e-12, atol=1e-12)
 
 
 # ---- each word -------------------------------------------------------------------------------------------------------
