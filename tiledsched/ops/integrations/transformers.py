@@ -247,7 +247,9 @@ def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
     """
     if isinstance(named.get("attention_mask"), SeenKeys):
         return named["attention_mask"]  # made ahead by `generate`
-    seen = None if arguments else _seen_keys(named) or _by_function(named)
+    seen = None if arguments else _seen_keys(named)
+    if seen is None and not (arguments or torch.compiler.is_compiling()):
+        seen = _by_function(named)
     if seen is not None:
         return seen
     from transformers.masking_utils import sdpa_mask
@@ -382,7 +384,7 @@ def _by_function(named: dict[str, Any]) -> SeenKeys | None:
 
     may_be_left_out = named.get("allow_is_causal_skip", True) or named.get("allow_is_bidirectional_skip", False)
     function, padding = named.get("mask_function"), named.get("attention_mask")
-    if process.settings().masks != "own" or may_be_left_out or torch.compiler.is_compiling() or named.get("use_vmap"):
+    if process.settings().masks != "own" or may_be_left_out or named.get("use_vmap"):
         return None
     device = torch.device(named.get("device") or "cpu")
     try:
