@@ -217,7 +217,17 @@ class Variant(AttentionFeatures):
         return out.copy_(torch.from_numpy(found[0])), lse.copy_(torch.from_numpy(found[1][..., 0]))
 
 
-def read_flex(
+def read_flex(q: Any, k: Any, v: Any, *, return_lse: bool = False, **given: Any) -> AttentionCall:
+    """The call of tensors of four axes, checked, with its lists made; the arguments are those of :func:`flex`.
+
+    Raises:
+        DeclarationError, ProblemError: as `flex`.
+    """
+    kernel, lists, arrays, scale = _read(q, k, v, **given)
+    return AttentionCall(q, k, v, None, scale, return_lse, Variant(kernel, lists, arrays))
+
+
+def _read(
     q: Any,
     k: Any,
     v: Any,
@@ -226,23 +236,11 @@ def read_flex(
     block_mask: Any = None,
     arrays: Any = (),
     scale: Any = None,
-    return_lse: bool = False,
-) -> AttentionCall:
-    """The call of tensors of four axes, checked, with its lists made; the arguments are those of :func:`flex`.
-
-    Raises:
-        DeclarationError, ProblemError: as `flex`.
-    """
-    kernel, lists, arrays, scale = _read(q, k, v, *_in_tile_code(q, score_mod, mask_mod, block_mask, arrays), scale)
-    return AttentionCall(q, k, v, None, scale, return_lse, Variant(kernel, lists, arrays))
-
-
-def _read(
-    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any
 ) -> tuple[str, Any, tuple[Any, ...], Any]:
     """The kernel's name, the lists of blocks, the arrays and the scale of a call, checked."""
     check_tensors(q, k, v)
-    arrays, scale = read_arrays(arrays, q), read_scale(scale)
+    score_mod, mask_mod, block_mask, arrays = _in_tile_code(q, score_mod, mask_mod, block_mask, arrays)
+    scale = read_scale(scale)
     if odd_scale(scale) or not q.shape[-1]:
         raise ProblemError(odd_scale(scale) or "q has no columns; head_dim must be 1 at least")
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and heads_grouped(q, k, v)):
