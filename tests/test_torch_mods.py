@@ -161,7 +161,7 @@ def test_the_kernel_is_given_the_tensors_of_each_call(launches):
         wanted = theirs.flex_attention(q.double(), k.double(), v.double(), score_mod=mods[0], block_mask=blocks)
         torch.testing.assert_close(ts.flex(q, k, v, *mods), wanted.to(q.dtype), **TOLERANCE[q.dtype])
     assert ts.explain(q, k, v, score_mod=mods[0], mask_mod=mods[1]).problem.kernel.startswith("flex_")
-    first, second = ([kernel for _, _, kernel, _ in some] for some in (launches[:2], launches[2:]))
+    first, second = ([kernel for _, _, kernel, _ in some] for some in (launches[:2], launches[2:4]))
     assert first == second
     assert len(first) == 2  # of the lists of blocks, and of attention
 
