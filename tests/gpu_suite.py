@@ -4,8 +4,9 @@ against float64, and all tests that need a GPU.
     python tests/gpu_suite.py build              the bundle of programs: needs the compiler and no GPU
     python tests/gpu_suite.py run                the bundle, on the GPU: needs no compiler
     python tests/gpu_suite.py all                build if there is no bundle, run, and run the tests marked `gpu`
+    python tests/gpu_suite.py same --former FILE whether the bundle has the machine code of an earlier one, which ran: needs no GPU
 
-`all` appends a row to docs/results/gpu_suite.csv once every program and every test has run.
+`same` appends rows to docs/results/gpu_same_code.csv where the text of tile code changed and its machine code did not. `all` appends a row to docs/results/gpu_suite.csv once every program and every test has run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from tiledsched.core.processes import child_environment, python_command
 from tiledsched.measure.gpu import WorkerProcess
 
 RECORD = ROOT / "docs" / "results" / "gpu_suite.csv"
+SAME_CODE = RECORD.with_name("gpu_same_code.csv")
+SAME_HEAD = ("date", "commit", "compiler", "kernel", "former", "present", "programs", "problems")
+"""Columns of :data:`SAME_CODE`: the hashes of a kernel's tile code before and after, and what was compared."""
 HEAD = ("date", "commit", "compiler", "gpu", "driver", "programs", "cases", "failures", "tests", "tests_failed")
 HEAD += ("seconds", "kernels")
 START_S, BEGIN_S, LOAD_S, CHECK_S = 120.0, 120.0, 30.0, 60.0
@@ -259,14 +263,55 @@ def table(found: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def record(path: Path, row: dict[str, Any]) -> None:
+def record(path: Path, row: dict[str, Any], head: Sequence[str] = HEAD) -> None:
     """Append a row to the record of runs."""
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, HEAD, lineterminator="\n")
+        writer = csv.DictWriter(file, head, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerow(row)
+
+
+def compare_code(former: Path, bundle: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """By kernel whose tile code changed between two bundles, a row that says that all its programs are launched as before, by
+    machine code that is the same bit for bit; and what is not.
+    """
+    abouts = [gpu_programs.read_about(each) for each in (former, bundle)]
+    before, after = (
+        {
+            problem: {(schedule.id, launch.fingerprint, launch.steps, launch.scratch) for schedule, launch in found}
+            for problem, found in gpu_programs.read(each)["cases"]
+        }
+        for each in (former, bundle)
+    )
+    rows, others = [], []
+    for kernel, present in abouts[1]["kernels"].items():
+        if present == abouts[0]["kernels"].get(kernel):
+            continue
+        own = {problem for problem in {*before, *after} if problem.kernel == kernel}
+        differ = sorted(str(each) for each in own if before.get(each) != after.get(each))
+        if differ or not own:
+            others.append(
+                f"{kernel}: {len(differ)} of {len(own)} problems differ, as {differ[0] if differ else 'none is there'}"
+            )
+            continue
+        date, commit = f"{datetime.date.today():%Y-%m-%d}", abouts[1]["commit"]
+        former_hash, programs = abouts[0]["kernels"][kernel], {each[1] for problem in own for each in after[problem]}
+        values = (date, commit, abouts[1]["compiler"], kernel, former_hash, present, len(programs), len(own))
+        rows.append(dict(zip(SAME_HEAD, values, strict=True)))
+    if abouts[0]["compiler"] != abouts[1]["compiler"] or abouts[1]["left_out"]:
+        others.append("the bundles are of different compilers, or programs were not built")
+    return rows, others
+
+
+def ran_hashes(last: dict[str, str], same: Sequence[dict[str, str]]) -> dict[str, set[str]]:
+    """By kernel, the hashes of tile code whose machine code ran in a recorded run: its own, and those of the same machine code."""
+    found = {name: {digest} for name, digest in (each.split("=") for each in last["kernels"].split())}
+    for row in same:
+        if row["compiler"] == last["compiler"] and row["former"] in found.get(row["kernel"], ()):
+            found[row["kernel"]].add(row["present"])
+    return found
 
 
 def outdated(path: Path) -> list[str]:
@@ -346,8 +391,9 @@ def run_suite(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, run, or both."""
     parser = argparse.ArgumentParser(prog="python tests/gpu_suite.py", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("command", choices=("build", "run", "all", "empty"))
+    parser.add_argument("command", choices=("build", "run", "all", "empty", "same"))
     parser.add_argument("--bundle", type=Path, default=gpu_programs.BUNDLE, help="the bundle of programs")
+    parser.add_argument("--former", type=Path, help="the bundle that ran (with same)")
     parser.add_argument("--tests", choices=("yes", "no"), help="whether the tests marked gpu run, too (with all)")
     parser.add_argument("--out", type=Path, default=gpu_programs.FOLDER / "out", help="a folder for what failed")
     parser.add_argument("--record", type=Path, default=RECORD, help="the file that a row is appended to")
@@ -359,6 +405,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "empty":
         print(json.dumps([vars(each) for each in run_empty()]))
         return 0
+    if options.command == "same":
+        rows, others = compare_code(options.former, options.bundle)
+        print("\n".join(others or ["the machine code is the same: " + ", ".join(row["kernel"] for row in rows)]))
+        for row in rows if not others else ():
+            record(SAME_CODE, row, SAME_HEAD)
+        return int(bool(others))
     builds = options.command == "all" and gpu_programs.compiler() and outdated(options.bundle)
     if options.command == "build" or builds:
         gpu_programs.make_bundle(options.bundle, options.minutes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import csv
 import json
+import lzma
+import pickle
 import random
 import sys
 import textwrap
@@ -24,6 +26,7 @@ from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.arrays import launch_of
+from tiledsched.serve.lookup import LookupTable
 
 RUN = "on a machine with an H100 or H200: make test-gpu (its programs can be built elsewhere: python tests/gpu_suite.py build)"
 
@@ -34,8 +37,9 @@ def test_the_last_run_was_of_this_tile_code_and_these_tables():
         rows = list(csv.DictReader(file))
     assert rows, f"the GPU suite never ran; run {RUN}"
     last = rows[-1]
-    ran = dict(each.split("=") for each in last["kernels"].split())
-    changed = [name for name, digest in hashes().items() if ran.get(name) != digest]
+    same = list(csv.DictReader(gpu_suite.SAME_CODE.open(newline=""))) if gpu_suite.SAME_CODE.is_file() else []
+    ran = gpu_suite.ran_hashes(last, same)
+    changed = [name for name, digest in hashes().items() if digest not in ran.get(name, ())]
     assert not changed, f"tile code or tables of {', '.join(changed)} changed since the GPU suite ran; run {RUN}"
     assert int(last["cases"]) >= 2000
     assert int(last["tests"]) >= 10
@@ -176,3 +180,34 @@ def test_a_run_is_recorded(tmp_path):
     assert [row["cases"] for row in rows] == ["3", "4"]
     assert tuple(rows[0]) == gpu_suite.HEAD
     assert {path.stem for path in gpu_suite.gpu_tests()} > {"test_gpu", "test_gpu_backward", "test_repeatability"}
+
+
+def test_changed_text_of_the_same_machine_code_needs_no_new_run(tmp_path, capsys, monkeypatch):
+    """And one program that differs is enough to need one."""
+    kernel = kernel_named("softmax")
+    problem = kernel.problem(rows=3, columns=8)
+    schedule = LookupTable([], kernel).resolve(problem, ARCH).schedule
+
+    def bundle(name, digest, fingerprint, compiler="13.5"):
+        about = {"compiler": compiler, "commit": "c0ffee", "kernels": {"softmax": digest, "glu": "same"}, "left_out": 0}
+        launch = launch_of(kernel, problem, schedule, arch_spec(ARCH), fingerprint)
+        contents = {"codes": {}, "cases": [(problem, [(schedule, launch)])]}
+        path = tmp_path / name
+        path.write_bytes(lzma.compress(json.dumps(about).encode() + b"\n" + pickle.dumps(contents)))
+        return path
+
+    former, record = bundle("former", "aaaa", "one"), tmp_path / "same.csv"
+    monkeypatch.setattr(gpu_suite, "SAME_CODE", record)
+    for other in (bundle("other", "bbbb", "two"), bundle("newer", "bbbb", "one", "13.6")):
+        assert gpu_suite.main(["same", "--former", str(former), "--bundle", str(other)]) == 1
+        assert not record.exists()
+    assert "different compilers" in capsys.readouterr().out
+    present = bundle("present", "bbbb", "one")
+    assert gpu_suite.main(["same", "--former", str(former), "--bundle", str(present)]) == 0
+    with record.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["kernel"], row["former"], row["present"], row["programs"]) == ("softmax", "aaaa", "bbbb", "1")
+    last = {"compiler": "13.5", "kernels": "softmax=aaaa glu=same"}
+    assert gpu_suite.ran_hashes(last, [row]) == {"softmax": {"aaaa", "bbbb"}, "glu": {"same"}}
+    assert gpu_suite.ran_hashes(last | {"compiler": "13.4"}, [row])["softmax"] == {"aaaa"}
+    assert gpu_suite.ran_hashes(last | {"kernels": "softmax=cccc"}, [row]) == {"softmax": {"cccc"}}

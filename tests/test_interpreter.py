@@ -9,7 +9,7 @@ import itertools
 import re
 import sys
 import types
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cuda.tile as ct
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from attention_runs import run_outputs, run_problem
 
+from tiledsched import interpreter
 from tiledsched.core.errors import CompilerError, ProblemError, TiledschedError
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError, private, run, values
@@ -593,6 +594,70 @@ def test_a_workspace_left_dirty_is_refused():
     schedule = space_for("sm_90", Attention).default(problem).replace(kv_splits=2)
     with pytest.raises(InterpreterError, match=r"needs State zeroed, but leaves \d+ elements"):
         run_outputs(Forgetful, schedule, problem, *inputs)
+
+
+# ---- one tile function, on arrays --------------------------------------------------------------------------------------
+
+PLACES = np.arange(77, dtype=np.int32)[:, None], np.arange(13, dtype=np.int32)[None, :]
+
+
+def added_to_zeros(row, column, table):
+    place = row % ct.int32(8) + ct.zeros((row.shape[0], column.shape[1]), ct.int32)
+    return min(ct.gather(table, place), column)
+
+
+@dataclass(frozen=True)
+class Both:
+    """A tile function as a frozen dataclass, of functions."""
+
+    functions: tuple
+    most: int = 5
+
+    def __call__(self, row, column, *arrays):
+        return self.least(self.functions[0](row, column, *arrays))
+
+    def least(self, tile):
+        return min(tile, self.most)
+
+
+class Inherits(Both):
+    pass
+
+
+def test_a_tile_function_is_evaluated_on_arrays_of_any_size():
+    table = np.arange(100, 107, dtype=np.int32)
+    right = np.minimum(np.array([*table, 0])[PLACES[0] % 8], PLACES[1])
+    assert np.array_equal(interpreter.evaluate(added_to_zeros, *PLACES, arrays=[table]), right)
+    for kind in (Both, Inherits):
+        assert np.array_equal(
+            interpreter.evaluate(kind((added_to_zeros,)), *PLACES, arrays=[table]), np.minimum(right, 5)
+        )
+    on_device = [types.SimpleNamespace(get=lambda each=each: each) for each in (*PLACES, table)]
+    assert np.array_equal(interpreter.evaluate(added_to_zeros, *on_device[:2], arrays=on_device[2:]), right)
+
+
+def test_of_an_evaluated_function_types_are_promoted_and_shapes_broadcast():
+    assert interpreter.evaluate(lambda x: x * 2, PLACES[0].astype(np.float64)).dtype == np.float64
+    assert interpreter.evaluate(lambda x, y: x * y, PLACES[0], 0.5).dtype == np.float32
+    assert interpreter.evaluate(lambda row, column: True, *PLACES).tolist() == np.ones((77, 13), bool).tolist()
+    assert interpreter.evaluate(lambda row, column: row < column, PLACES[0], PLACES[1][:, :0]).shape == (77, 0)
+    assert interpreter.evaluate(lambda x, y: x + y, 2, 3).shape == ()
+    assert interpreter.evaluate(lambda x: 12 // x, np.array([1, 2, 3])).tolist() == [12, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda row, column: row & 1.5, r"ct.bitwise_and takes integers .* \(test_interpreter.py, line \d+\)"),
+        (lambda row, column: row.lost, r"AttributeError: .*'lost'.* \(test_interpreter.py, line \d+\)"),
+        (lambda row, column: None, "expected a tile or a number, got NoneType"),
+        (lambda row, column: ct.zeros((4, 4), ct.int32), r"could not be broadcast .*\(4,4\)"),
+        (lambda row: row, "takes 1 positional argument but 2 were given"),
+    ],
+)
+def test_an_error_in_an_evaluated_function_names_it_and_the_line(function, message):
+    with pytest.raises(InterpreterError, match=f"^<lambda>: .*{message}"):
+        interpreter.evaluate(function, *PLACES)
 
 
 # ---- the private names -----------------------------------------------------------------------------------------------

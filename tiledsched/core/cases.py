@@ -51,7 +51,7 @@ def random_inputs(kernel: KernelClass, xp: Any, rng: Any, p: Problem, own: Mappi
         given = own.get(spec.name)
         made = [] if given is None else list(given) if spec.listed else [given]
         if given is None:
-            made = [_drawn(xp, rng, spec, shape) for shape in spec.shapes]
+            made = [drawn(xp, rng, spec, shape) for shape in spec.shapes]
         stored = [laid_out(xp, to_storage(xp, xp.asarray(each), spec.dtype), spec) for each in made]
         found[spec.name] = stored if spec.listed else stored[0]
     return found
@@ -112,7 +112,8 @@ def output_specs(kernel: KernelClass, p: Problem) -> list[ArraySpec]:
     return [spec for spec in kernel.arrays(p) if spec.role in ("out", "inout")]
 
 
-def _drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
+def drawn(xp: Any, rng: Any, spec: ArraySpec, shape: tuple[int, ...]) -> Any:
+    """Random contents of an array: standard normal numbers, or integers of the declared range."""
     if spec.dtype == POWERS_OF_TWO:
         return 2.0 ** rng.integers(-2, 3, size=shape)
     if is_float(spec.dtype):

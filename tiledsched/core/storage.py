@@ -104,7 +104,7 @@ def to_storage(xp: Any, values: Any, dtype: str) -> Any:
         import ml_dtypes
 
         largest = LARGEST[dtype]
-        on_host = _to_host(values).astype(numpy.float32)
+        on_host = to_host(values).astype(numpy.float32)
         if dtype == POWERS_OF_TWO:
             on_host = numpy.abs(on_host).clip(1 / largest)
         codes = on_host.clip(-largest, largest).astype(getattr(ml_dtypes, dtype)).view(numpy.uint8)
@@ -171,5 +171,6 @@ def same_bits(one: Any, other: Any) -> bool:
     return bool((one.view(kind) == other.view(kind)).all()) if one.dtype.kind == "f" else bool((one == other).all())
 
 
-def _to_host(values: Any) -> Any:
+def to_host(values: Any) -> Any:
+    """An array as NumPy's, copied from the device if it is CuPy's."""
     return values.get() if hasattr(values, "get") else values

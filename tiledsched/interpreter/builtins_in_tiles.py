@@ -8,6 +8,7 @@ functions it calls run as copies that differ only in what these names stand for.
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import functools
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -50,7 +51,8 @@ BUILTINS = {**vars(builtins), "min": tile_min, "max": tile_max, "range": tile_ra
 def with_tile_builtins(function: FunctionType, done: dict[Any, Any] | None = None) -> Any:
     """A copy of `function`, and of the functions it names, that sees cuTile's builtins.
 
-    Functions reached through a module or an object (`helpers.step`) keep Python's builtins.
+    So do those in tuples, and frozen dataclasses with a `__call__` and what their fields hold. Functions reached through a
+    module or another object (`helpers.step`) keep Python's builtins.
     """
     done = {} if done is None else done
     function = getattr(function, "__wrapped__", function) if _is_tile_function(function) else function
@@ -63,16 +65,33 @@ def with_tile_builtins(function: FunctionType, done: dict[Any, Any] | None = Non
     done[function] = copy
     for name in _names(function.__code__):
         if name in function.__globals__:
-            names[name] = _copied(function.__globals__[name], done)
+            names[name] = copied(function.__globals__[name], done)
     for cell, original in zip(cells, function.__closure__ or (), strict=True):
         try:
-            cell.cell_contents = _copied(original.cell_contents, done)
+            cell.cell_contents = copied(original.cell_contents, done)
         except ValueError:  # a name that is not bound yet
             continue
     return copy
 
 
-def _copied(value: Any, done: dict[Any, Any]) -> Any:
+def copied(value: Any, done: dict[Any, Any]) -> Any:
+    """A copy of a value that tile code names, as :func:`with_tile_builtins` makes it of functions; other values as they are.
+
+    Args:
+        value: anything.
+        done: the copies made so far; more are added.
+    """
+    if type(value) is tuple:
+        return tuple(copied(each, done) for each in value)
+    if dataclasses.is_dataclass(value) and callable(value) and not isinstance(value, type):
+        fields = {each.name: copied(getattr(value, each.name), done) for each in dataclasses.fields(value) if each.init}
+        methods = {
+            name: copied(method, done)
+            for each in reversed(type(value).__mro__)
+            for name, method in vars(each).items()
+            if name[:2] != "__" or name == "__call__"
+        }
+        return type(type(value).__name__, (type(value),), methods)(**fields)
     if value is ct:
         if ct not in done:
             done[ct] = _namespace()

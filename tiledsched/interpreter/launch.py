@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import random
@@ -21,10 +22,10 @@ from tiledsched.core.errors import ProblemError
 from tiledsched.core.launches import annotated, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import poison, storage_type, tile_type
+from tiledsched.core.storage import poison, storage_type, tile_type, to_host
 from tiledsched.interpreter import memory, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints
-from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
+from tiledsched.interpreter.builtins_in_tiles import copied, with_tile_builtins
 from tiledsched.interpreter.contraction import Arithmetic, implementations
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
@@ -167,12 +168,66 @@ def run(
     body = with_tile_builtins(function)
     with np.errstate(all="ignore"), launch.as_current():
         for block in launch.blocks():
-            try:
+            with _located(f"{function.__name__}, block {block}"):
                 body(*values)
-            except InterpreterError as error:
-                raise error.located(f"{function.__name__}, block {block}", author_line(error)) from error
-            except Exception as error:  # an error of Python's in tile code
-                raise InterpreterError(f"{function.__name__}, block {block}: {describe(error)}") from error
+
+
+@contextlib.contextmanager
+def _located(place: str) -> typing.Iterator[None]:
+    """Within the `with`, errors of tile code name `place` and the line of the author's code.
+
+    Raises:
+        InterpreterError: in the place of any other error, too.
+    """
+    try:
+        yield
+    except InterpreterError as error:
+        raise error.located(place, author_line(error)) from error
+    except Exception as error:  # an error of Python's in tile code
+        raise InterpreterError(f"{place}: {describe(error)}") from error
+
+
+def evaluate(function: Any, *values: Any, arrays: Sequence[Any] = ()) -> np.ndarray[Any, Any]:
+    """What a tile function that works element by element returns for arrays of any size.
+
+    For example, `evaluate(mask_mod, b, h, q_idx, kv_idx, arrays=(documents,))` is the mask of an attention, where `q_idx` is
+    `[rows, 1]` and `kv_idx` is `[1, keys]`. Types are promoted as cuTile promotes them, so float64 values make a float64 result,
+    except for what the function itself computes in a smaller type. Sides of tiles are powers of two: each array among `values`
+    is extended to the next ones by its last elements, and the result is cut.
+
+    Args:
+        function: a tile function, or a frozen dataclass with a `__call__` that is one.
+        values: its first arguments. Numbers become run-time scalars (int32, float32). Arrays, whose shapes broadcast, become
+            tiles of their own element types.
+        arrays: its last arguments, which it reads with `ct.gather`; of any types and shapes. Arrays of CuPy, here and above,
+            are copied to the host.
+
+    Returns:
+        The result, broadcast to the shape of the `values`; not to be written to.
+
+    Raises:
+        InterpreterError: the function failed, did what cuTile forbids, or returned another shape. The message names the
+            line in the function, where one is to blame.
+        UnsupportedOperationError: the function used an operation that is not supported here.
+    """
+    launch = InterpretedLaunch((1, 1, 1), check_overlap=True)
+    with (
+        np.errstate(all="ignore"),
+        launch.as_current(),
+        _located(getattr(function, "__name__", type(function).__name__)),
+    ):
+        given = [to_host(value) for value in values]
+        tiles = [_extended(each) if isinstance(each, np.ndarray) else _argument("", each, (), launch) for each in given]
+        read = [_argument(f"array {i}", to_host(array), (), launch) for i, array in enumerate(arrays)]
+        found = shapes.as_tile(copied(function, {})(*tiles, *read)).array
+        shape, whole = (np.broadcast_shapes(*map(np.shape, each)) for each in (given, [tile.array for tile in tiles]))
+        return np.broadcast_to(found, whole)[tuple(map(slice, shape))]
+
+
+def _extended(array: np.ndarray[Any, Any]) -> Tile:
+    """An array as a tile, each of whose sides is extended to a power of two by the array's last elements."""
+    more = [(0, (1 << max(side - 1, 0).bit_length()) - side) for side in array.shape]
+    return Tile(np.pad(array, more, mode="edge" if array.size else "constant"), shapes.as_dtype(array.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

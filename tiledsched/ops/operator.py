@@ -7,6 +7,7 @@ are saved for `tiledsched::sdpa_backward`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -184,10 +185,42 @@ def forward_flops(q: Any, k: Any, v: Any, causal: Any = None, scale: Any = None,
     return 2 * pairs * int(q.shape[1]) * int(q.shape[3] + v.shape[3])
 
 
-def _register(name: str, result: str, lse: bool) -> Any:
-    """Define one operator with every implementation it has, and return it."""
-    _library.define(f"{name}({ARGUMENTS}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
+def empty_results(q: Any, v: Any, lse: bool) -> Any:
+    """The output, or the output and the log-sum-exp, that nothing was written to."""
+    out = empty_output(q, v.shape[3])
+    return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if lse else out
+
+
+def register(schema: str, launch: Any, fake: Any, autograd: Any, formula: Any) -> Any:
+    """Define an operator of attention, whose first arguments are q, k and v, with every implementation it has; returns it.
+
+    Args:
+        schema: its name, arguments and results, as torch writes them.
+        launch: its implementation for tensors on a device.
+        fake: for tensors without contents.
+        autograd: where gradients may be required; it is given the operator, and then the arguments.
+        formula: the number of floating-point operations; see :func:`tiledsched.serve.flops.set_formula`.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(torch.ops.tiledsched, name).default
+
+    def autocast(q: Any, k: Any, v: Any, *given: Any) -> Any:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+        with torch._C._ExcludeDispatchKeyGuard(keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return operator(*cast_for_autocast(q, k, v), *given)
+
+    for key in ("CUDA", "CPU"):
+        _library.impl(name, launch, key)
+        _library.impl(name, autocast, f"Autocast{key}")
+    _library.impl(name, functools.partial(autograd, operator), "Autograd")
+    torch.library.register_fake(f"tiledsched::{name}", fake, lib=_library)
+    set_formula(operator, formula)
+    return operator
+
+
+def _register(name: str, result: str, lse: bool) -> Any:
+    """`tiledsched::sdpa`, or `sdpa_lse`."""
 
     def read(given: tuple[Any, ...]) -> tuple[AttentionFeatures, bool | None]:
         """The features, and whether gradients must be the same in every call."""
@@ -200,10 +233,11 @@ def _register(name: str, result: str, lse: bool) -> Any:
         return attend(q, k, v, causal, scale, lse, *(read(given) if given else (NO_FEATURES,)))
 
     def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
-        out = empty_output(q, v.shape[3])
-        return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if lse else out
+        return empty_results(q, v, lse)
 
-    def autograd(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
+    def autograd(
+        operator: Any, q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any
+    ) -> Any:
         features, deterministic = read(given) if given else (NO_FEATURES, None)
         tensors = (q, k, v, *(each for each in features.tensors if each is not None))
         plain = not is_transformed() and are_ordinary(tensors)  # autocast has cast before
@@ -223,18 +257,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, causal, scale, *given)
 
-    def autocast(q: Any, k: Any, v: Any, *given: Any) -> Any:
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-        with torch._C._ExcludeDispatchKeyGuard(keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return operator(*cast_for_autocast(q, k, v), *given)
-
-    for key in ("CUDA", "CPU"):
-        _library.impl(name, launch, key)
-        _library.impl(name, autocast, f"Autocast{key}")
-    _library.impl(name, autograd, "Autograd")
-    torch.library.register_fake(f"tiledsched::{name}", fake, lib=_library)
-    set_formula(operator, forward_flops)
-    return operator
+    return register(f"{name}({ARGUMENTS}) -> {result}", launch, fake, autograd, forward_flops)
 
 
 sdpa_operator = _register("sdpa", "Tensor", lse=False)

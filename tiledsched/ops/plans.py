@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -156,14 +157,8 @@ class AttentionCall(NamedTuple):
         return self._plan_like_last(decision, numbers) if decodes else self._plan_of(decision, numbers)
 
     def _plan_of(self, decision: Decision, numbers: dict[str, float]) -> Plan:
-        q, value_columns = self.q, self.v.shape[3]
-        inputs = {"Q": q, "K": self.k, "V": self.v} | self.features.feature_arrays(q)
-        shape, dtype = (*q.shape[:3], value_columns), decision.problem.dtype
-        outputs = {"Out": Output(shapes=(shape,), strides=(empty_output(q, value_columns).stride(),), dtype=dtype)}
-        if self.lse:
-            spec = Attention.array_spec("Lse", decision.problem)
-            outputs["Lse"] = Output(shapes=spec.shapes, strides=(strides_of(spec.shape, False),), dtype=spec.dtype)
-        return make_plan(decision, inputs, outputs, numbers)
+        inputs = {"Q": self.q, "K": self.k, "V": self.v} | self.features.feature_arrays(self.q)
+        return plan_of(decision, inputs, self.lse, numbers)
 
     def _plan_like_last(self, decision: Decision, numbers: dict[str, float]) -> Plan:
         """A plan of few rows. A model that decodes asks for another length with every token, whose launches are mostly those of
@@ -195,6 +190,24 @@ class AttentionCall(NamedTuple):
         """Launch a plan of the call; see :func:`launch_attention`."""
         q, k, v, _, _, lse, features = self
         return launch_attention(plan, q, k, v, lse, features, first, keep_zeros)
+
+
+def plan_of(decision: Decision, inputs: Mapping[str, Any], lse: bool, numbers: Mapping[str, float]) -> Plan:
+    """The plan of what was chosen for a kernel of attention.
+
+    Args:
+        decision: problem and schedule.
+        inputs: tensors by the names of the kernel's arrays, Q and V among them, in the order of the call.
+        lse: whether the log-sum-exp is returned, too.
+        numbers: every run-time number that the kernel declares, by name.
+    """
+    q, value_columns, problem = inputs["Q"], inputs["V"].shape[3], decision.problem
+    shape, strides = (*q.shape[:3], value_columns), empty_output(q, value_columns).stride()
+    outputs = {"Out": Output(shapes=(shape,), strides=(strides,), dtype=problem.dtype)}
+    if lse:
+        spec = problem.declaration.array_spec("Lse", problem)
+        outputs["Lse"] = Output(shapes=spec.shapes, strides=(strides_of(spec.shape, False),), dtype=spec.dtype)
+    return make_plan(decision, inputs, outputs, numbers)
 
 
 def launch_attention(

@@ -393,8 +393,8 @@ class Operator:
         read: dict[str, Any] = {}
         for name, value in zip((each.name for each in schema.parameters), given, strict=True):
             if name in schema.inputs and value is not None:
-                on_host = [_on_host(each, self.kernel.array_spec(name, p).dtype) for each in _listed(value)]
-                read[name] = on_host if isinstance(value, (list, tuple)) else on_host[0]
+                each_read = [on_host(each, self.kernel.array_spec(name, p).dtype) for each in _listed(value)]
+                read[name] = each_read if isinstance(value, (list, tuple)) else each_read[0]
             elif name in self.kernel.scalar_fields and value is not None:
                 read[name] = value
         try:
@@ -556,7 +556,7 @@ def _spread(gradient: Any) -> Any:
     return gradient
 
 
-def _on_host(tensor: Tensor, dtype: str) -> Any:
+def on_host(tensor: Tensor, dtype: str) -> Any:
     """The tensor as the reference takes it: a NumPy array, of float64 where it holds floating-point numbers."""
     tensor = tensor.detach().cpu()
     if dtype == PACKED:

@@ -165,7 +165,8 @@ def make_plan(
 
     Args:
         decision: problem, schedule and rivals.
-        inputs: tensors, or lists of tensors, by the name of their array, in the order of the call.
+        inputs: tensors, or lists of tensors, by the name of their array, in the order of the call. Those of other names are
+            given to no launch.
         outputs: by the name of their array.
         numbers: every run-time number that the kernel declares, by name.
         changed: names of the inputs that the kernel changes in place.
@@ -193,9 +194,10 @@ def make_plan(
     picks, constants = _picks(launches, places, end)
     changes: dict[int, Callable[[Any], Any]] = {}
     for name, each in inputs.items():
-        place, spec = places[name], kernel.array_spec(name, problem)
-        if not isinstance(place, int):
+        place = places[name]
+        if not isinstance(place, int) or name not in kernel.array_fields:
             continue
+        spec = kernel.array_spec(name, problem)
         # torch gives the strides of an axis of one element any value, from which cuTile would infer another program.
         vector = spec.column and each.is_contiguous() and each.ndim > 1 and each.shape[-1] == 1
         strides, packed = strides_of(spec.shape, True) if vector else None, each.dtype is FLOAT4

@@ -56,6 +56,8 @@ class Variant:
     """Index of the list of the work tile in them."""
     partial: Any
     """How many blocks of the list are seen in part."""
+    total: Any
+    """How many blocks the list has."""
 
 
 def variant_of(place, head, batch, offset, features, const):
@@ -65,25 +67,25 @@ def variant_of(place, head, batch, offset, features, const):
         row = ct.arange(const.TILE_M, dtype=ct.int32)[:, None] // (const.TILE_M // const.PACK)
         heads = head * const.GROUP + row
     shift = offset if const.CAUSAL and (const.BOTTOM_RIGHT or const.WINDOW_RIGHT) else 0
-    at, partial = (0, 0, 0), 0
+    at, partial, total = (0, 0, 0), 0, 0
     if const.BLOCK_ROWS:
         row = place * rows_of_work(const) // const.BLOCK_ROWS
         at = (min(batch, features.Blocks.shape[0] - 1), min(head, features.Blocks.shape[1] - 1), row)
         partial = ct.gather(features.Blocks, (*at, 0), check_bounds=False)
+        total = ct.gather(features.Blocks, (*at, 1), check_bounds=False)
     return Variant(
-        features.mods, features.arrays, batch, heads, shift, features.cap_scale, features.Blocks, at, partial
+        features.mods, features.arrays, batch, heads, shift, features.cap_scale, features.Blocks, at, partial, total
     )
 
 
 def listed_steps(variant, const):
     """(steps that need no mask, steps) of the work tile of a list. There is one step at least, which is masked."""
     each = steps_of_block(const)
-    total = ct.gather(variant.Blocks, (*variant.place, 1), check_bounds=False)
-    return (total - variant.partial) * each, max(total * each, 1)
+    return (variant.total - variant.partial) * each, max(variant.total * each, 1)
 
 
 def listed_step(variant, i, const):
-    """Which step over all keys the `i`-th step of a list is. Without any block it is the first, which a mask hides."""
+    """Which step over all keys the `i`-th step of a list is. Of an empty list it is the first, all of which is masked."""
     each = steps_of_block(const)
     place = i // each
     if place >= variant.partial:
@@ -109,4 +111,7 @@ def modified(scores, rows, keys, j, const):
 def seen_by_mod(columns, rows, keys, const):
     """Whether each row sees each key of a tile, as the author's function says."""
     variant = keys.variant
-    return variant.mods.mask(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
+    visible = variant.mods.mask(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
+    if const.BLOCK_ROWS:
+        visible = visible & (variant.total > 0)
+    return visible

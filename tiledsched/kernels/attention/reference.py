@@ -6,6 +6,8 @@ Written once for any array module with NumPy's interface, so that the CPU tests 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 ROWS_PER_CHUNK = 2048
@@ -30,6 +32,8 @@ def attention_and_lse(
     cu_q: Any = None,
     cu_k: Any = None,
     table: Any = None,
+    modified: Callable[..., Any] | None = None,
+    rows_per_chunk: int = ROWS_PER_CHUNK,
 ) -> tuple[Any, Any]:
     """softmax(scale * q @ k^T, masked) @ v and log(sum(exp(scale * q @ k^T, masked))), computed in `dtype`.
 
@@ -50,6 +54,9 @@ def attention_and_lse(
         cu_q, cu_k: `[sequences + 1]`, where packed sequences begin and end in q and in k and v, whose batch is 1; or None.
         table: `[sequences, pages]`, which entries of k and v `[entries, kv_heads, page, ...]` hold a sequence's keys, up to
             its length, where the causal diagonal ends when it is aligned at the bottom right; or None.
+        modified: `modified(scores, b, h, first)`, other scores of the rows `[rows, seq_k]` of a head from row `first` on, before
+            any mask; or None.
+        rows_per_chunk: rows whose scores are in memory at a time.
 
     Returns:
         `[batch, heads, seq_q, value_columns]` and `[batch, heads, seq_q]` in `dtype`. A row that sees no key gives zeros
@@ -73,17 +80,17 @@ def attention_and_lse(
     offset = seq_k - seq_q if alignment == "bottom_right" else 0
     out = xp.empty((batch, heads, seq_q, v.shape[3]), dtype=dtype)
     lse = xp.empty((batch, heads, seq_q), dtype=dtype)
-    for b in range(batch):
-        for h in range(heads):
-            keys = k[b, h // group].astype(dtype)
-            values = v[b, h // group].astype(dtype)
-            columns = xp.arange(seq_k)
-            used = (columns >= (0 if starts is None else int(starts[b]))) & (
-                columns < (seq_k if lengths is None else int(lengths[b]))
-            )
-            values = xp.where(used[:, None], values, 0.0)  # an unused slot may hold anything
-            for start in range(0, seq_q, ROWS_PER_CHUNK):
-                rows = slice(start, min(start + ROWS_PER_CHUNK, seq_q))
+    for start in range(0, seq_q, rows_per_chunk):
+        rows = slice(start, min(start + rows_per_chunk, seq_q))
+        for b in range(batch):
+            for h in range(heads):
+                keys = k[b, h // group].astype(dtype)
+                values = v[b, h // group].astype(dtype)
+                columns = xp.arange(seq_k)
+                used = (columns >= (0 if starts is None else int(starts[b]))) & (
+                    columns < (seq_k if lengths is None else int(lengths[b]))
+                )
+                values = xp.where(used[:, None], values, 0.0)  # an unused slot may hold anything
                 scores, _ = masked_scores(
                     xp,
                     q[b, h, rows].astype(dtype),
@@ -96,6 +103,7 @@ def attention_and_lse(
                     window=window,
                     window_right=window_right,
                     cap=cap,
+                    modified=modified and functools.partial(modified, b=b, h=h, first=start),
                 )
                 largest = scores.max(axis=-1, keepdims=True)
                 if sinks is not None:
@@ -125,6 +133,7 @@ def masked_scores(
     window: int = 0,
     window_right: int = 0,
     cap: float = 0.0,
+    modified: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Scores `[rows, keys]` of queries from row `first_row` on, with minus infinity where a row does not see a key, and without.
 
@@ -134,6 +143,8 @@ def masked_scores(
     logits = (queries @ keys.T) * scale
     if cap:
         logits = cap * xp.tanh(logits / cap)
+    if modified:
+        logits = modified(logits)
     scores = xp.where(used, logits, -xp.inf)
     if causal:
         columns = xp.arange(len(keys))

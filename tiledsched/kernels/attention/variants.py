@@ -14,21 +14,26 @@ import inspect
 import linecache
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
 
 import tiledsched.core.fields as ts
+from tiledsched.core.blame import author_line, function_line
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.cases import Case, drawn, random_inputs
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import ArrayField
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_library
+from tiledsched.core.storage import to_float, to_host, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
+from tiledsched.kernels.attention.inputs import adversarial_case, places
+from tiledsched.kernels.attention.reference import ROWS_PER_CHUNK, attention_and_lse
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention.tiling import combines_later, splits
@@ -37,6 +42,8 @@ BLOCK = 128
 """Query rows and keys of a block in lists of blocks."""
 HEAD = 2
 """Numbers of a list before those of blocks; see :mod:`tiledsched.kernels.attention.mods`."""
+PAIRS_AT_ONCE = 1 << 22
+"""Most pairs of row and key for which a function is evaluated together; each takes about 50 bytes meanwhile."""
 MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
 """What a function that hides keys is given, before the arrays."""
 PLAIN = (bool, int, float, str, type(None))
@@ -220,12 +227,20 @@ def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) 
     kernel.declared_in = module  # type: ignore[attr-defined]
 
 
+def array_fields_of(
+    arrays: Sequence[tuple[int, str]],
+) -> tuple[tuple[str, ...], dict[str, ArrayField], dict[str, Callable[[Any], int]]]:
+    """(names, declarations, derived sizes) of arrays of so many axes and such types, whose sizes nothing says."""
+    fields = {
+        f"array{place}": ts.array(" ".join(["array_side"] * rank), dtype=dtype)
+        for place, (rank, dtype) in enumerate(arrays)
+    }
+    return tuple(fields), fields, {"array_side": lambda p: 1}
+
+
 def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
     """A new kernel; see :func:`variant`."""
-    names = tuple(f"array{place}" for place in range(len(arrays)))
-    fields = {
-        each: ts.array(" ".join("1" * rank), dtype=dtype) for each, (rank, dtype) in zip(names, arrays, strict=True)
-    }
+    names, fields, sides = array_fields_of(arrays)
     per_batch = mask_mod is not None and reads(mask_mod, "b")
     per_head = mask_mod is not None and reads(mask_mod, "h")
     listed = lambda p: mask_mod is not None and p.seq_q > FEW_ROWS  # noqa: E731
@@ -236,6 +251,7 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "suites": {},
         "default_suite": "",
         "derived": Attention.derived
+        | sides
         | {
             "has_features": lambda p: True,
             "listed": listed,
@@ -253,7 +269,10 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "scale_log2": ts.scalar(lambda p: LOG2_E if score_mod else default_scale(p) * LOG2_E, dtype="float32"),
         "cap_scale": ts.scalar(lambda p: default_scale(p) if score_mod else 0.0, dtype="float32"),
         **fields,
-        **{each.__name__: staticmethod(each) for each in (canonical, constants, entry, launches)},
+        **{
+            each.__name__: staticmethod(each)
+            for each in (canonical, constants, entry, launches, inputs, reference, adversarial)
+        },
         **{each.__name__: classmethod(each) for each in (source_hash, locator)},
     }
     return type(name, (Attention,), body)
@@ -286,6 +305,7 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     """The compile-time constants, as the kernels name them."""
     score_mod, mask_mod = p.declaration.mods
     size = BLOCK if p.listed else 0
+    full = size and not (p.causal or p.lengths)  # whether the list says which steps need no mask
     more = {
         "SCORE_MOD": score_mod is not None,
         "MASK_MOD": mask_mod is not None,
@@ -293,7 +313,10 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
         "BLOCK_KEYS": size,
     }
     found = {**Attention.constants(p, s), **more}
-    return found | {"EVEN": found["EVEN"] and (not size or p.seq_k % size == 0)}
+    return found | {
+        "EVEN": found["EVEN"] and (not size or p.seq_k % size == 0),
+        "LOOP_SPLIT": found["LOOP_SPLIT"] and bool(mask_mod is None or full),
+    }
 
 
 def entry(p: Any, s: Schedule) -> Callable[..., None]:
@@ -308,14 +331,19 @@ def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
     from tiledsched.kernels.attention import entries, mods
     from tiledsched.kernels.attention.entries_source import VARIANT, variant_source
 
-    text = variant_source(ending, kernel.mod_arrays)
-    file = f"<{kernel.name}{ending}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     names: dict[str, Any] = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
-    exec(compile(text, file, "exec"), names)  # which this package wrote
-    found: Callable[..., None] = names[f"{VARIANT}{ending}"]
+    text = variant_source(ending, kernel.mod_arrays)
+    found = compiled(f"<{kernel.name}{ending}>", text, names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
     return wider
+
+
+def compiled(file: str, text: str, names: dict[str, Any], function: str) -> Callable[..., None]:
+    """A function of this package's text, which finds `names`; cuTile finds the text where Python keeps that of modules."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), names)
+    found: Callable[..., None] = names[function]
+    return found
 
 
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
@@ -342,6 +370,112 @@ def locator(kernel: Any) -> str:
     raise DeclarationError(
         f"{kernel.name} has no name in a module; write my_attention = tiledsched.flex_attention(...) in a file, and tune that"
     )
+
+
+def inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
+    """Random arrays for the functions of an author, the lists of blocks that follow from them, and where sequences end."""
+    drawn_now, read = drawn_arrays(xp, rng, p)
+    lists = {"Blocks": blocks_of(xp, p, read, p.mask_batch, p.mask_heads)} if p.listed else {}
+    return {**places(rng, p), **drawn_now, **lists}
+
+
+def drawn_arrays(xp: Any, rng: Any, p: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Random arrays for the functions of an author, by name: as they are drawn, and as they are read from memory in float64."""
+    specs = [p.declaration.array_spec(name, p, None) for name in p.declaration.mod_arrays]
+    found = {each.name: drawn(xp, rng, each, each.shape) for each in specs}
+    return found, {
+        each.name: to_float(xp, to_storage(xp, found[each.name], each.dtype), each.dtype, "float64") for each in specs
+    }
+
+
+def blocks_of(xp: Any, p: Any, arrays: Mapping[str, Any], batches: int, heads: int) -> Any:
+    """The lists of blocks of a problem, for so many sequences and heads, from what the author's function says of each pair."""
+    found = numpy.empty((batches, heads, p.row_blocks, p.list_length), numpy.int32)
+    for b, h in numpy.ndindex(batches, heads):
+        for first in range(0, p.seq_q, chunk := -(-rows_at_once(p.seq_k) // BLOCK) * BLOCK):
+            visible = mask_of_rows(p, arrays, b, h, first, min(chunk, p.seq_q - first))
+            part = list_blocks(numpy, visible[None, None])
+            found[b, h, first // BLOCK : first // BLOCK + part.shape[2]] = part[0, 0]
+    return xp.asarray(found)
+
+
+def rows_at_once(seq_k: int) -> int:
+    """Rows for which a function is evaluated together, so that memory does not grow with the square of the length."""
+    return max(1, min(ROWS_PER_CHUNK, PAIRS_AT_ONCE // seq_k))
+
+
+def mask_of_rows(p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
+    """`[count, seq_k]`, NumPy: which keys each row from `first` on sees, as the author's function says."""
+    return evaluated(p.declaration, "mask_mod", *indices(p, b, h, first, count), arrays=arrays)
+
+
+def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
+    """What every function of an author is given of rows from `first` on."""
+    rows = numpy.arange(first, first + count, dtype=numpy.int32)
+    return b, h, rows[:, None], numpy.arange(p.seq_k, dtype=numpy.int32)[None]
+
+
+def evaluated(kernel: Any, what: str, *values: Any, arrays: Mapping[str, Any]) -> Any:
+    """What a function of an author's returns for arrays of any size, in NumPy.
+
+    Raises:
+        DeclarationError: it fails, or what it returns has another shape; the message begins with its place.
+    """
+    from tiledsched.interpreter import InterpreterError, evaluate
+
+    function = kernel.mods[what == "mask_mod"]
+    try:
+        return evaluate(function, *values, arrays=[arrays[name] for name in kernel.mod_arrays])
+    except InterpreterError as error:
+        place = author_line(error.__cause__ or error) or function_line(
+            getattr(function, "__code__", None) and function or type(function).__call__
+        )
+        raise DeclarationError(f"{place}: {what}: {str(error).removesuffix(f' ({place})')}") from error
+
+
+def reference(
+    xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Any, **arrays: Any
+) -> tuple[Any, Any]:
+    """The output and the log-sum-exp of each row in the precision of the inputs, with the author's own functions."""
+    kernel, (score_mod, mask_mod) = p.declaration, p.declaration.mods
+    last: dict[Any, Any] = {}
+
+    def visible(b: int, h: int, first: int, count: int) -> Any:
+        place = b % p.mask_batch, h % p.mask_heads, first
+        if place not in last:
+            last.clear()
+            last[place] = xp.asarray(mask_of_rows(p, arrays, b, h, first, count))
+        return last[place]
+
+    def modified(scores: Any, b: int, h: int, first: int) -> Any:
+        count = len(scores)
+        if score_mod is not None:
+            places = indices(p, b, h, first, count)
+            scores = xp.asarray(evaluated(kernel, "score_mod", to_host(scores), *places, arrays=arrays), scores.dtype)
+        return scores if mask_mod is None else xp.where(visible(b, h, first, count), scores, -xp.inf)
+
+    out, lse = attention_and_lse(
+        xp,
+        Q,
+        K,
+        V,
+        dtype=str(Q.dtype),
+        sinks=Sinks,
+        starts=Starts,
+        lengths=Lengths,
+        modified=modified,
+        rows_per_chunk=rows_at_once(p.seq_k),
+        **problem.mask_of(p),
+    )
+    return out, lse[..., None]
+
+
+def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterator[Case]:
+    """Yield attention's own case, with other random arrays."""
+    own = random_inputs(p.declaration, xp, rng, p)
+    more = {name: own[name] for name in (*p.declaration.mod_arrays, "Blocks") if name in own}
+    case = adversarial_case(xp, rng, p, lambda found: right({**found, **more}))
+    yield Case(case.kinds, {**case.inputs, **more}, case.expected)
 
 
 def list_blocks(xp: Any, visible: Any) -> Any:

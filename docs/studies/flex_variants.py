@@ -1,0 +1,341 @@
+r"""The twelve variants of docs/examples/attention_variants.py on a GPU beside torch's FlexAttention: errors, times and compiles.
+
+    python -m docs.studies.flex_variants right
+    python -m docs.studies.flex_variants times --sizes 1024,4096,16384 --widths 64,128 --csv times.csv
+    python -m docs.studies.flex_variants compiles
+
+`right` compares outputs at odd sizes with torch's FlexAttention, which is not compiled and computes in float64. `times` times
+`tiledsched.flex`, FlexAttention compiled, FlexAttention on its FLASH backend where that is installed, and for a dense bias also
+torch's `scaled_dot_product_attention`. All are given their masks' blocks, are captured in CUDA graphs, take turns, and are timed
+behind a flush of the L2 cache. `compiles` calls each variant again with other contents of its arrays, and times these calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from docs.examples import attention_variants as variants
+from docs.studies.batch_invariance import FLUSHED_BYTES, normal, write
+from docs.studies.flags import flag, integers, parser_with, positive, words
+
+NAMES = (
+    "causal",
+    "prefix_lm",
+    "window_with_global_tokens",
+    "same_document",
+    "alibi",
+    "t5_bias",
+    "softcap",
+    "neighbourhood_2d",
+    "window_3d",
+    "tree",
+    "block_sparse",
+    "dense_bias",
+)
+ODD = ((1, 1), (63, 64), (129, 128), (300, 64), (1000, 128))
+"""Keys, and columns of a head, of the problems that are compared."""
+TOKENS, HIDDEN, NODES = 16384, 2048, 64
+"""Tokens of a call and columns of all heads, as in the papers on FlashAttention; and nodes of a tree."""
+ROUNDS = 11
+LARGEST_ERROR = 2e-2
+"""Largest relative error, by Frobenius norm, of an output in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One variant in cuTile's words and in torch's, with the arrays of one problem."""
+
+    score: Callable[..., Any] | None = None
+    mask: Callable[..., Any] | None = None
+    arrays: tuple[Any, ...] = ()
+    torch_score: Callable[..., Any] | None = None
+    torch_mask: Callable[..., Any] | None = None
+    rows: int = 0
+    """Query rows where these are not as many as keys."""
+
+
+def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda", seed: int = 0) -> Compared:
+    """A variant for a problem of so many keys; the contents of its arrays follow from the seed."""
+    import torch
+
+    chance = torch.Generator().manual_seed(seed)
+
+    def drawn(below: int, *shape: int) -> Any:
+        return torch.randint(0, below, shape, generator=chance, dtype=torch.int32).to(device)
+
+    if name == "causal":
+        return Compared(mask=variants.causal, torch_mask=lambda b, h, q, k: k <= q)
+    if name == "prefix_lm":
+        prefix = drawn(keys // 2 + 1, batch)
+        return Compared(
+            mask=variants.prefix_lm, arrays=(prefix,), torch_mask=lambda b, h, q, k: (k <= q) | (k < prefix[b])
+        )
+    if name == "window_with_global_tokens":
+        size, tokens = max(1, keys // 32), 16
+        return Compared(
+            mask=variants.window_with_global_tokens(size, tokens),
+            torch_mask=lambda b, h, q, k: ((q - k).abs() <= size) | (q < tokens) | (k < tokens),
+        )
+    if name == "same_document":
+        ids = drawn(max(1, keys // 512), batch, keys).sort(dim=1).values
+        return Compared(
+            mask=variants.same_document, arrays=(ids,), torch_mask=lambda b, h, q, k: ids[b, q] == ids[b, k]
+        )
+    if name == "alibi":
+        slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
+        return Compared(
+            score=variants.alibi, arrays=(slopes,), torch_score=lambda s, b, h, q, k: s + slopes[h] * (k - q)
+        )
+    if name == "t5_bias":
+        table = torch.randn(32, heads, generator=chance).to(device)
+
+        def bias(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            distance = (k - q).abs()
+            far = 8 + (torch.log(distance.clamp(min=8).float() / 8) / math.log(16) * 8).to(torch.int32)
+            bucket = torch.where(distance < 8, distance, far.clamp(max=15)) + torch.where(k > q, 16, 0)
+            return s + table[bucket, h]
+
+        return Compared(score=variants.t5_bias(), arrays=(table,), torch_score=bias)
+    if name == "softcap":
+        return Compared(score=variants.softcap(30.0), torch_score=lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0))
+    if name == "neighbourhood_2d":
+        width = 1 << (keys.bit_length() // 2)
+        height, radius = max(1, keys // width), min(6, max(0, (min(width, keys // width) - 1) // 2))
+
+        def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+            row = (q // width).clamp(radius, height - 1 - radius)
+            column = (q % width).clamp(radius, width - 1 - radius)
+            return ((k // width - row).abs() <= radius) & ((k % width - column).abs() <= radius)
+
+        return Compared(mask=variants.neighbourhood_2d(height, width, radius), torch_mask=near)
+    if name == "window_3d":
+        side = max(1, round(keys ** (1 / 3)))
+
+        def in_window(b: Any, h: Any, q: Any, k: Any) -> Any:
+            time_near = (q // (side * side) - k // (side * side)).abs() <= 2
+            down = (q // side % side - k // side % side).abs() <= 4
+            return time_near & down & ((q % side - k % side).abs() <= 4)
+
+        return Compared(mask=variants.window_3d(side, side, 2, 4, 4), torch_mask=in_window)
+    if name == "tree":
+        nodes = min(NODES, keys)
+        context = torch.full((batch,), keys - nodes, dtype=torch.int32, device=device)
+        parents = [int(torch.randint(0, each, (), generator=chance)) if each else -1 for each in range(nodes)]
+        ancestors = torch.zeros(batch, nodes, nodes, dtype=torch.bool)
+        for node in range(nodes):
+            above = node
+            while above >= 0:
+                ancestors[:, node, above] = True
+                above = parents[above]
+        ancestors = ancestors.to(device)
+
+        def in_path(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return (k < keys - nodes) | ancestors[b, q, (k - (keys - nodes)).clamp(min=0)]
+
+        return Compared(mask=variants.tree, arrays=(context, ancestors), torch_mask=in_path, rows=nodes)
+    if name == "block_sparse":
+        blocks = -(-keys // 64)
+        pattern = torch.rand(heads, blocks, blocks, generator=chance) < 0.2
+        pattern |= torch.eye(blocks, dtype=torch.bool)
+        pattern = pattern.to(device)
+        return Compared(
+            mask=variants.block_sparse(64),
+            arrays=(pattern,),
+            torch_mask=lambda b, h, q, k: pattern[h, q // 64, k // 64],
+        )
+    assert name == "dense_bias", name
+    values = torch.randn(1, heads, keys, keys, generator=chance).to(device).bfloat16()
+    return Compared(
+        score=variants.dense_bias, arrays=(values,), torch_score=lambda s, b, h, q, k: s + values[0, h, q, k]
+    )
+
+
+def tensors_of(of: Compared, batch: int, heads: int, keys: int, width: int) -> tuple[Any, Any, Any]:
+    """q, k and v in bfloat16."""
+    shapes = (of.rows or keys, keys, keys)
+    q, k, v = (normal(place, batch, heads, rows, width) for place, rows in enumerate(shapes))
+    return q, k, v
+
+
+def own_call(of: Compared, q: Any, k: Any, v: Any) -> Callable[[], Any]:
+    """`tiledsched.flex` with the blocks of its mask, if it has one."""
+    import tiledsched as ts
+
+    mask = ts.block_mask(of.mask, q, k, arrays=of.arrays) if of.mask and q.shape[2] > 1 else None
+    return partial(ts.flex, q, k, v, score_mod=of.score, mask_mod=of.mask, block_mask=mask, arrays=of.arrays)
+
+
+def torch_call(of: Compared, q: Any, k: Any, v: Any, backend: str = "", compiled: bool = True) -> Callable[[], Any]:
+    """torch's FlexAttention."""
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
+    mask = None
+    if of.torch_mask:
+        make = torch.compile(flex.create_block_mask) if compiled else flex.create_block_mask
+        mask = make(of.torch_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device)
+    attend = torch.compile(flex.flex_attention, dynamic=False) if compiled else flex.flex_attention
+    more = {"kernel_options": {"BACKEND": backend}} if backend else {}
+    return partial(attend, q, k, v, score_mod=of.torch_score, block_mask=mask, **more)
+
+
+def relative_error(out: Any, wanted: Any) -> float:
+    """The relative error by Frobenius norm."""
+    return float((out.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+
+
+def right(names: Sequence[str], batch: int = 2, heads: int = 4) -> Iterator[dict[str, Any]]:
+    """A row for each variant and odd size: the error beside that of float64."""
+    for name in names:
+        for keys, width in ODD:
+            of = compared(name, batch, heads, keys)
+            q, k, v = tensors_of(of, batch, heads, keys, width)
+            wanted = torch_call(of, q.double(), k.double(), v.double(), compiled=False)()
+            found = own_call(of, q, k, v)()
+            yield {"variant": name, "keys": keys, "width": width, "error": round(relative_error(found, wanted), 6)}
+
+
+def methods_of(name: str, of: Compared, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
+    """Each method's call; one that is not installed, or refuses the problem, is left out with a word on stderr."""
+    import torch
+
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {
+        "tiledsched": lambda: own_call(of, q, k, v),
+        "flex": lambda: torch_call(of, q, k, v),
+        "flash": lambda: torch_call(of, q, k, v, "FLASH"),
+    }
+    if name == "dense_bias":
+        attend = torch.nn.functional.scaled_dot_product_attention
+        makers["sdpa"] = lambda: partial(attend, q, k, v, attn_mask=of.arrays[0])
+    found = {}
+    for method, make in makers.items():
+        try:
+            call = make()
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"{name}, {method}: {type(error).__name__}: {str(error).splitlines()[0][:120]}", file=sys.stderr)
+            continue
+        found[method] = call
+    return found
+
+
+def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], most_s: float) -> Iterator[dict[str, Any]]:
+    """A row for each variant, number of keys and width of heads: each method's time in microseconds, and what ours gains."""
+    import torch
+
+    from tiledsched.measure.torch_timing import TorchStopwatch
+
+    flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    ends = time.monotonic() + most_s
+    for keys in sizes:
+        for width in widths:
+            for name in names:
+                if time.monotonic() > ends:
+                    print(f"no time left for {name} and what follows at {keys} keys", file=sys.stderr)
+                    return
+                torch.compiler.reset()  # else torch gives up on a function that it has compiled for eight problems
+                batch, heads = max(1, TOKENS // keys), HIDDEN // width
+                if name == "dense_bias" and heads * keys * keys > 1 << 32:
+                    continue
+                of = compared(name, batch, heads, keys)
+                q, k, v = tensors_of(of, batch, heads, keys, width)
+                methods = methods_of(name, of, q, k, v)
+                watch, taken = TorchStopwatch(torch, list(methods.values()), flush), defaultdict(list)
+                if not methods or not all(watch.capture(index, 1) for index in range(len(methods))):
+                    print(f"{name}, {keys} keys: not captured", file=sys.stderr)
+                    continue
+                for turn in range(ROUNDS):
+                    for index in list(range(len(methods)))[:: 1 if turn % 2 else -1]:
+                        taken[index].append(watch.read(watch.queue(index, paced=True)))
+                us = {method: statistics.median(taken[index]) for index, method in enumerate(methods)}
+                yield {
+                    "variant": name,
+                    "keys": keys,
+                    "width": width,
+                    **{f"{each}_us": round(us[each], 2) if each in us else "" for each in METHODS},
+                    **{
+                        f"over_{each}": round(us[each] / us["tiledsched"], 4)
+                        if each in us and "tiledsched" in us
+                        else ""
+                        for each in METHODS[1:]
+                    },
+                }
+
+
+METHODS = ("tiledsched", "flex", "flash", "sdpa")
+
+
+def gains(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Our speed over each other method's: geometric mean, and the least with its problem."""
+    lines = []
+    for method in METHODS[1:]:
+        found = {f"{row['variant']}, {row['keys']}, D={row['width']}": row[f"over_{method}"] for row in rows}
+        ratios = {name: float(value) for name, value in found.items() if value != ""}
+        if ratios:
+            mean, least = math.exp(statistics.mean(map(math.log, ratios.values()))), min(ratios, key=ratios.__getitem__)
+            lines.append(f"over {method}: {mean:.3f} in {len(ratios)} cells, least {ratios[least]:.3f} ({least})")
+    return lines
+
+
+def compiles(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A row for each variant with arrays: milliseconds of the first call, and of calls with other contents and other blocks."""
+    import torch
+
+    for name in names:
+        first, batch, heads, keys = compared(name, 2, 4, 1024), 2, 4, 1024
+        if not first.arrays:
+            continue
+        q, k, v = tensors_of(first, batch, heads, keys, 64)
+        spent = []
+        for seed in range(4):
+            of = compared(name, batch, heads, keys, seed=seed)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            own_call(of, q, k, v)()
+            torch.cuda.synchronize()
+            spent.append(1e3 * (time.perf_counter() - began))
+        yield {"variant": name, "first_ms": round(spent[0], 2), "later_ms": round(max(spent[1:]), 3)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, time or count; 1 if an output is wrong."""
+    parser = parser_with(
+        flag("what", choices=["right", "times", "compiles"]),
+        flag("--variants", type=words(NAMES), default=list(NAMES), help="the variants, with commas between them"),
+        flag("--sizes", type=integers, default=[1024, 4096, 16384, 32768], help="keys of the problems that are timed"),
+        flag("--widths", type=integers, default=[64, 128], help="columns of their heads"),
+        flag("--most-seconds", type=positive, default=3600, help="seconds after which nothing more is timed"),
+        flag("--csv", default="", help="a file for the rows"),
+        description=__doc__.partition("\n\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options = parser.parse_args(arguments)
+    if options.what == "right":
+        found = right(options.variants)
+    elif options.what == "times":
+        found = times(options.variants, options.sizes, options.widths, options.most_seconds)
+    else:
+        found = compiles(options.variants)
+    rows = []
+    for row in found:
+        rows.append(row)
+        print("  ".join(f"{name}={value}" for name, value in row.items() if value != ""), flush=True)
+        if options.csv:
+            write(options.csv, rows)
+    print("\n".join(gains(rows) if options.what == "times" else []))
+    wrong = [row for row in rows if options.what == "right" and not row["error"] <= LARGEST_ERROR]
+    return int(bool(wrong) or not rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
