@@ -19,8 +19,8 @@ such bound, but scores that differ by less than one bit of this are equal there,
 
 
 def mask_at(mask, b, h, q_idx, kv_idx):
-    """The part of a mask for the rows and keys of a tile: `[rows, keys]`, or `[keys, rows]` where the tile lies that way; with one
-    row where the mask is the same for all.
+    """The part of a mask for the rows and keys of a tile: `[rows, keys]`, or `[keys, rows]` where the tile lies that way; with
+    one row where the mask is the same for all.
 
     A tile whose sides are powers of two begins at a multiple of them, in rows and in keys, as all tiles of the kernels do.
     """
