@@ -1,7 +1,7 @@
 """The kernel that fills lists of blocks: which blocks of keys the rows of each block see, as a function of an author's says.
 
-:mod:`tiledsched.kernels.attention.mods` says how a list lies in memory. Each block of the grid makes one list, in one pass over the
-keys: it counts the pairs of row and key that the function lets through. A block of keys is seen in full where that is all pairs.
+:mod:`tiledsched.kernels.attention.mods` says how a list lies in memory. Each block of the grid makes one list, in one pass over
+the keys: it counts the pairs of row and key that the function lets through. A block of keys is seen in full where these are all.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -20,13 +20,13 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.attention.entries_source import compiled
 from tiledsched.kernels.attention.variants import (
     BLOCK,
     HEAD,
     array_fields_of,
     blocks_of,
     code_of,
-    compiled,
     drawn_arrays,
     locator,
     source_hash,

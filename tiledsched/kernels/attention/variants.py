@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import linecache
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -273,7 +272,7 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
             each.__name__: staticmethod(each)
             for each in (canonical, constants, entry, launches, inputs, reference, adversarial)
         },
-        **{each.__name__: classmethod(each) for each in (source_hash, locator)},
+        **{each.__name__: classmethod(each) for each in (source_hash, locator, small)},
     }
     return type(name, (Attention,), body)
 
@@ -329,21 +328,13 @@ def entry(p: Any, s: Schedule) -> Callable[..., None]:
 def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
     """The kernel function with the functions of an author, from text that cuTile finds where Python keeps the text of modules."""
     from tiledsched.kernels.attention import entries, mods
-    from tiledsched.kernels.attention.entries_source import VARIANT, variant_source
+    from tiledsched.kernels.attention.entries_source import VARIANT, compiled, variant_source
 
     names: dict[str, Any] = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
     text = variant_source(ending, kernel.mod_arrays)
     found = compiled(f"<{kernel.name}{ending}>", text, names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
     return wider
-
-
-def compiled(file: str, text: str, names: dict[str, Any], function: str) -> Callable[..., None]:
-    """A function of this package's text, which finds `names`; cuTile finds the text where Python keeps that of modules."""
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), names)
-    found: Callable[..., None] = names[function]
-    return found
 
 
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
@@ -393,8 +384,8 @@ def blocks_of(xp: Any, p: Any, arrays: Mapping[str, Any], batches: int, heads: i
     found = numpy.empty((batches, heads, p.row_blocks, p.list_length), numpy.int32)
     for b, h in numpy.ndindex(batches, heads):
         for first in range(0, p.seq_q, chunk := -(-rows_at_once(p.seq_k) // BLOCK) * BLOCK):
-            visible = mask_of_rows(p, arrays, b, h, first, min(chunk, p.seq_q - first))
-            part = list_blocks(numpy, visible[None, None])
+            visible = mask_of_rows(xp, p, arrays, b, h, first, min(chunk, p.seq_q - first))
+            part = list_blocks(xp, visible[None, None])
             found[b, h, first // BLOCK : first // BLOCK + part.shape[2]] = part[0, 0]
     return xp.asarray(found)
 
@@ -404,9 +395,21 @@ def rows_at_once(seq_k: int) -> int:
     return max(1, min(ROWS_PER_CHUNK, PAIRS_AT_ONCE // seq_k))
 
 
-def mask_of_rows(p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
-    """`[count, seq_k]`, NumPy: which keys each row from `first` on sees, as the author's function says."""
+def mask_of_rows(xp: Any, p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
+    """`[count, seq_k]`: which keys each row from `first` on sees, as the author's function says."""
+    if xp is not numpy:
+        scores = xp.zeros((count, p.seq_k), numpy.float32)
+        applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=False)
+        return xp.isfinite(scores)
     return evaluated(p.declaration, "mask_mod", *indices(p, b, h, first, count), arrays=arrays)
+
+
+def applied_on_gpu(xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], *place: int, scored: bool) -> Any:
+    """Scores of CuPy that :func:`tiledsched.kernels.attention.applied.apply_on_gpu` changed in place."""
+    from tiledsched.kernels.attention.applied import apply_on_gpu
+
+    apply_on_gpu(xp.cuda.get_current_stream(), kernel, scores, arrays, *place, scored=scored)
+    return scores
 
 
 def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
@@ -427,9 +430,8 @@ def evaluated(kernel: Any, what: str, *values: Any, arrays: Mapping[str, Any]) -
     try:
         return evaluate(function, *values, arrays=[arrays[name] for name in kernel.mod_arrays])
     except InterpreterError as error:
-        place = author_line(error.__cause__ or error) or function_line(
-            getattr(function, "__code__", None) and function or type(function).__call__
-        )
+        written = function if isinstance(function, FunctionType) else type(function).__call__
+        place = author_line(error.__cause__ or error) or function_line(written)
         raise DeclarationError(f"{place}: {what}: {str(error).removesuffix(f' ({place})')}") from error
 
 
@@ -444,14 +446,15 @@ def reference(
         place = b % p.mask_batch, h % p.mask_heads, first
         if place not in last:
             last.clear()
-            last[place] = xp.asarray(mask_of_rows(p, arrays, b, h, first, count))
+            last[place] = mask_of_rows(xp, p, arrays, b, h, first, count)
         return last[place]
 
     def modified(scores: Any, b: int, h: int, first: int) -> Any:
         count = len(scores)
+        if xp is not numpy:
+            return applied_on_gpu(xp, kernel, scores, arrays, b, h, first, scored=score_mod is not None)
         if score_mod is not None:
-            places = indices(p, b, h, first, count)
-            scores = xp.asarray(evaluated(kernel, "score_mod", to_host(scores), *places, arrays=arrays), scores.dtype)
+            scores = evaluated(kernel, "score_mod", scores, *indices(p, b, h, first, count), arrays=arrays)
         return scores if mask_mod is None else xp.where(visible(b, h, first, count), scores, -xp.inf)
 
     out, lse = attention_and_lse(
@@ -478,21 +481,31 @@ def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterato
     yield Case(case.kinds, {**case.inputs, **more}, case.expected)
 
 
+def small(kernel: Any) -> list[Any]:
+    """Problems of some blocks that no tile divides, and of so few rows that there are no lists."""
+    make = kernel.problem
+    return [
+        make(seq_q=200, seq_k=300, head_dim=32, heads=2, kv_heads=1, batch=2),
+        make(seq_q=150, seq_k=270, head_dim=40, heads=2, dtype="bfloat16", lse=True),
+        make(seq_q=50, seq_k=130, head_dim=32, heads=4, kv_heads=2, lse=True),
+        make(seq_q=1, seq_k=200, head_dim=64, heads=4, kv_heads=1, batch=2),
+    ]
+
+
 def list_blocks(xp: Any, visible: Any) -> Any:
     """The lists of blocks of a mask `[batches, heads, seq_q, seq_k]`; see :mod:`tiledsched.kernels.attention.mods`."""
     batches, heads, rows, keys = visible.shape
     row_blocks, key_blocks = -(-rows // BLOCK), -(-keys // BLOCK)
     found = numpy.zeros((batches, heads, row_blocks, HEAD + key_blocks), numpy.int32)
-    for index in numpy.ndindex(batches, heads, row_blocks):
-        part = visible[index[0], index[1], index[2] * BLOCK : (index[2] + 1) * BLOCK]
-        starts = xp.arange(0, keys, BLOCK)
-        some = xp.logical_or.reduceat(part.any(axis=0), starts)
-        every = xp.logical_and.reduceat(part.all(axis=0), starts)
-        if keys % BLOCK:  # the mask hides what lies behind the last key
-            every[-1] = False
+    for b, h, block in numpy.ndindex(batches, heads, row_blocks):
+        part = visible[b, h, block * BLOCK : (block + 1) * BLOCK]
+        padded = xp.zeros((len(part), key_blocks * BLOCK), bool)  # no block is full that crosses the last key
+        padded[:, :keys] = part
+        sides = padded.reshape(len(part), key_blocks, BLOCK)
+        some, every = to_host(sides.any(axis=(0, 2))), to_host(sides.all(axis=(0, 2)))
         partial, full = (numpy.flatnonzero(each) for each in (some & ~every, every))
-        found[index][:HEAD] = len(partial), len(partial) + len(full)
-        found[index][HEAD : HEAD + len(partial)] = partial
+        found[b, h, block, :HEAD] = len(partial), len(partial) + len(full)
+        found[b, h, block, HEAD : HEAD + len(partial)] = partial
         if len(full):
-            found[index][-len(full) :] = full[::-1]
+            found[b, h, block, -len(full) :] = full[::-1]
     return found
