@@ -224,3 +224,14 @@ def test_torch_computes_masks_unless_told_otherwise(own, quiet) -> None:
     with configure(masks="torch", fallback="torch"):
         torch.testing.assert_close(serve.sdpa(q, k, v, mask), torch_sdpa(q, k, v, mask))
     assert own == []
+
+
+@pytest.mark.parametrize("masks", ["own", "torch"])
+def test_under_torch_compile(own, masks, quiet) -> None:
+    q, k, v = tensors(rows=70, keys=75)
+    mask = random_mask("boolean", (1, 2, 70, 75), None)
+    torch._dynamo.reset()  # what is traced keeps the setting of its first call
+    attend = torch.compile(lambda *each: serve.sdpa(*each), backend="aot_eager", fullgraph=True)
+    with configure(masks=masks, fallback="torch"):
+        torch.testing.assert_close(attend(q, k, v, mask), expected(q, k, v, mask), **TOLERANCE[q.dtype])
+    assert len(own) == 2 * (masks == "own")

@@ -227,7 +227,7 @@ def find_lists(kernel: str, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) ->
     Those of a function without arrays are made once for each stream, because another would have to wait for them; and not while a
     CUDA graph is captured, whose memory is its own.
     """
-    eager = not arrays and not _traced() and is_plain_call() and are_ordinary((q, k))
+    eager = not _traced() and not arrays and is_plain_call() and are_ordinary((q, k))
     if not eager or process.runtime.is_capturing():
         made: Tensor = lists_operator(q.detach(), k.detach(), list(arrays), kernel)
         return made

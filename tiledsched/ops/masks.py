@@ -36,12 +36,7 @@ def attend_masked(q: Any, k: Any, v: Any, mask: Any, scale: float | None, return
         if found is None:
             return None
         return (found[0][0], found[1][0]) if return_lse else found[0]
-    if (
-        process.settings().masks != "own"
-        or odd_scale(scale)
-        or unserved(q, k, v, None, 0.0)
-        or needs_gradients(q, k, v)
-    ):
+    if not is_own() or odd_scale(scale) or unserved(q, k, v, None, 0.0) or needs_gradients(q, k, v):
         return None
     if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, mask)):
         return None
@@ -55,6 +50,15 @@ def attend_masked(q: Any, k: Any, v: Any, mask: Any, scale: float | None, return
         lists = find_lists(kernel, q[: array.shape[0], : array.shape[1]], k, (array,))
     operator = flex_lse_operator if return_lse else flex_operator
     return operator(q, k, v, lists, [array], kernel, scale)
+
+
+def is_own() -> bool:
+    """Whether the setting `masks` leaves such calls to our kernel."""
+    return process.settings().masks == "own"
+
+
+# Under torch.compile: called while tracing and not traced.
+is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def read_mask_tensor(mask: Any, q: Any, k: Any) -> Any:
