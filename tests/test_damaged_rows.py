@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import re
 import shutil
@@ -19,16 +20,19 @@ import sqlalchemy as sa
 from store_samples import DEVICE, PROBLEM, START, TOOLCHAIN, entry, fill, fill_fleet, measurement, new_url, schedule
 
 from tiledsched.cli import main
+from tiledsched.core import data_files
 from tiledsched.core.config import Settings
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve import stored
 from tiledsched.serve.entries import layers, load_table
+from tiledsched.store import manifest
 from tiledsched.store import rows as rows_module
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import merge_database
+from tiledsched.store.exchange import export_table, merge_database
 from tiledsched.store.models import Base
 from tiledsched.store.rows import TABLES, row_type
 
+TABLE = "tables/attention/sm_90.json"
 DAMAGE = {
     "text": "abc",
     "an empty text": "",
@@ -86,11 +90,28 @@ def whole(tmp_path_factory):
         )
 
 
+@pytest.fixture(scope="module")
+def little(tmp_path_factory):
+    """Shipped data of one small table, since hundreds of commands and calls here read all that ships."""
+    folder, whole = tmp_path_factory.mktemp("little"), data_files.tuning_db()
+    for name in ("migrations", *(each.relative_to(whole) for each in whole.glob("model/*/*.json"))):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(whole / name)
+    (folder / TABLE).parent.mkdir(parents=True)
+    with TuningDB.open(folder / "ships.db") as db:
+        fill(db)
+        export_table(db, folder / TABLE, "sm_90", "attention")
+    listed = {"schema_version": 1, "files": {TABLE: {"sha256": manifest.sha256((folder / TABLE).read_bytes())}}}
+    (folder / "manifest.json").write_text(json.dumps(listed))
+    return folder
+
+
 @pytest.fixture
-def plain(monkeypatch, tmp_path):
-    """No warning was given yet, and no database of the user is read."""
+def plain(monkeypatch, tmp_path, little):
+    """No warning was given yet, no database of the user is read, and little ships, none of which is damaged."""
     monkeypatch.setattr(rows_module, "_warned", set())
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(data_files, "tuning_db", lambda: little)
 
 
 def damaged(whole, path, table, row, column, value) -> bool:

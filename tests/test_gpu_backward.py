@@ -210,8 +210,8 @@ def test_checkpointed_under_autocast(serve, reentrant) -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         out = checkpoint(model, *given, use_reentrant=reentrant)
     out.sum().backward()
-    rounded = [each.detach().bfloat16() for each in given]
-    wanted = exact_gradients(*rounded, torch.ones_like(rounded[0]), causal=True)
+    q, k, v = (each.detach().bfloat16() for each in given)
+    wanted = exact_gradients(q, k, v, torch.ones_like(q), causal=True)
     assert max(errors([each.grad for each in given], wanted)) < LARGEST[torch.bfloat16]
     with torch.autograd.graph.save_on_cpu():
         out = model(*(each.bfloat16() for each in given))

@@ -151,10 +151,10 @@ def test_one_whose_host_is_slow_serves_in_graphs_alone(tuned, monkeypatch, name)
     if time is None or not time.capturable:
         pytest.skip(f"{name} is not installed, or no graph holds it")
     q, k, v = tensors()
-    called, made = [], plans.raced
+    called = []
 
     def counted(*given, late):
-        call = made(*given, late=late)[name]
+        call = raced(*given, late=late)[name]
         return {name: lambda *tensors: called.append(torch.cuda.is_current_stream_capturing()) or call(*tensors)}
 
     monkeypatch.setattr(plans, "raced", counted)

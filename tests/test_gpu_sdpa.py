@@ -107,7 +107,7 @@ def test_every_layout_is_read_where_it_lies(serve) -> None:
         copies = tuple(x.contiguous() for x in views)
         for causal in (False, True):
             out = serve.sdpa(*views, causal=causal)
-            assert_right(out, *copies, causal)
+            assert_right(out, *copies, causal=causal)
     assert serve.sdpa(q, k, v).transpose(1, 2).is_contiguous()
 
 
@@ -333,7 +333,8 @@ def test_unwritten_slots_do_not_count(serve, way, rows, hidden) -> None:
     def call():
         if "pages" not in hidden:
             return serve.sdpa(q, *dense, causal=False, key_starts=starts, key_lengths=lengths)
-        return sdpa_paged(q.transpose(1, 2), *pools, table, lengths, causal=True, window=window).transpose(1, 2)
+        out = sdpa_paged(q.transpose(1, 2), pools[0], pools[1], table, lengths, causal=True, window=window)
+        return out.transpose(1, 2)
 
     def unwritten(first, end):
         places = torch.arange(keys, device="cuda")

@@ -16,7 +16,7 @@ from test_declaration import own_names  # noqa: F401  # what a test declares is 
 import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core import blame, errors, registry
+from tiledsched.core import errors, registry
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import Attention
 
@@ -324,12 +324,12 @@ def test_what_the_compiler_says_is_told_with_its_line(tmp_path, edit, words, lin
     kernel = registry.load_kernel(written(tmp_path, edit))
     with pytest.raises(Exception) as error:  # noqa: PT011  # of cuTile's several
         compile_schedule(kernel, kernel.problem(rows=3, columns=60), SCHEDULE, "sm_90")
-    assert re.search(rf"{words}.*{re.escape(line)}$", blame.describe(error.value), re.DOTALL)
+    assert re.search(rf"{words}.*{re.escape(line)}$", errors.describe(error.value), re.DOTALL)
 
 
 LINES = [
     ("tune atention", "kernel 'atention' is not known here (did you mean 'attention'?); name the file or module"),
-    ("check softmax.py", "softmax.py is a file; name its class, too: softmax.py:Softmax"),
+    ("check softmax.py", "softmax.py is a file; name its kernel, too: softmax.py:Softmax"),
     ("check softmax.Softmax", "a colon stands between a file and its class: softmax.py:Softmax"),
     ("check softmax.py:Sofmax", "declares no kernel 'Sofmax'; it declares Softmax (did you mean 'Softmax'?)"),
     ("check sofmax.py:Softmax", "sofmax.py (did you mean softmax.py?); name it as path/file.py:Class"),
@@ -383,7 +383,7 @@ def test_a_misspelt_word_of_a_command_is_answered_by_the_one_that_was_meant(
     ],
 )
 def test_the_nearest_name(word, known, found) -> None:
-    assert blame.nearest(word, known) == found
+    assert errors.nearest(word, known) == found
 
 
 # ---- a kernel's identity is its own ----------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tiledsched.core.space import SearchSpace as SearchSpace
     from tiledsched.core.space_files import load_space as load_space
     from tiledsched.core.space_files import space_for as space_for
+    from tiledsched.kernels.attention.variants import flex_attention as flex_attention
     from tiledsched.kernels.cross_entropy.front import cross_entropy as cross_entropy
     from tiledsched.kernels.glu.front import geglu as geglu
     from tiledsched.kernels.glu.front import swiglu as swiglu
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from tiledsched.kernels.rope.front import rope as rope
     from tiledsched.kernels.scaled_matmul.front import scaled_matmul as scaled_matmul
     from tiledsched.kernels.softmax.front import softmax as softmax
+    from tiledsched.ops.block_masks import BlockMask as BlockMask
+    from tiledsched.ops.block_masks import block_mask as block_mask
+    from tiledsched.ops.flex import flex as flex
     from tiledsched.ops.sdpa import explain as explain
     from tiledsched.ops.sdpa import sdpa as sdpa
     from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
@@ -71,6 +75,9 @@ _HOMES = {
         "core.similarity": "Similarity",
         "core.space": "SearchSpace",
         "core.space_files": "load_space space_for",
+        "kernels.attention.variants": "flex_attention",
+        "ops.block_masks": "BlockMask block_mask",
+        "ops.flex": "flex",
         "ops.sdpa": "explain sdpa",
         "ops.varlen": "sdpa_paged sdpa_varlen",
         "remember.replacing": "remember",

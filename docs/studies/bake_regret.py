@@ -121,13 +121,14 @@ def chosen(name: str, arch: str, count: int, seed: int) -> tuple[list[Drawn], li
     said = []
     for leaves in LEAVES:
         baking = Baking(kernel, cases, "docs.studies.bake_regret", leaves)
-        text, namespace = baking.source(), {}
+        text = baking.source()
+        namespace: dict[str, Any] = {}
         exec(text, namespace)  # which was made here
         function = functions[name_of(leaves)] = namespace[f"{baking.name}_schedule"]
         facts = [case.names(with_arch=False) for case in cases]
         kept = sum(function(**each) == dict(case.served.schedule) for each, case in zip(facts, cases, strict=True))
         texts = [
-            f"f({', '.join(f'{key}={value!r}' for key, value in each.items() if key in baking.facts)})"
+            f"f({', '.join(f'{key}={value!r}' for key, value in each.items() if key in baking.needed_facts)})"
             for each in facts
         ]
         us = max(min(timeit.repeat(text, globals={"f": function}, number=2000, repeat=5)) * 500 for text in texts)

@@ -42,7 +42,7 @@ from tiledsched.report.document import Table, to_markdown
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_table
-from tiledsched.store.manifest import published_figures
+from tiledsched.store.shipped import published_figures
 
 DATA = Path(__file__).parents[1] / "results" / "blackwell"
 DEVICES = {
@@ -337,11 +337,11 @@ def orders() -> list[Order]:
         key[1].seq_q: max(found) / min(found) - 1 for key, found in ratios.items() if len(found) > 1
     }  # of an author who repeated
     result = []
-    for key, found in ratios.items():
+    for key, times in ratios.items():
         source, problem, names = key
         nearest = max((seq for seq in noise if seq <= problem.seq_q), default=min(noise))
         own = noise[nearest] if source.startswith("TiledAttention") else 66.5 / 66.3 - 1  # rungs 2 to 4 of the ladder
-        result.append(Order(problem=problem, names=names, published=tuple(found), noise=own, modelled=modelled[key]))
+        result.append(Order(problem=problem, names=names, published=tuple(times), noise=own, modelled=modelled[key]))
     return result
 
 

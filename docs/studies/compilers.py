@@ -52,10 +52,11 @@ class MachineCode:
 
     def __init__(self, store: ProgramStore, kernel: KernelClass, arch: str) -> None:
         self._store, self._arch = store, arch
-        bundle = usable_bundle(kernel)
+        bundles = [bundle] if (bundle := usable_bundle(kernel)) else []
         self._bundled = {
-            program.fingerprint: (bundle, program)
-            for program in (bundle.programs if bundle else ())
+            program.fingerprint: (each, program)
+            for each in bundles
+            for program in each.programs
             if (program.kernel, program.arch) == (kernel.name, arch)
         }
 

@@ -35,6 +35,7 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Conditions, Device, Measurement
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import SCHEMA_VERSION, written
@@ -71,7 +72,7 @@ def problem_of(number: int) -> Problem:
     declared, dtype = kernel_named(kernel), ("float16", "bfloat16")[number % 2]
     if kernel == "attention":
         sizes = {"seq_len": 64 * (1 + number // 3), "head_dim": (64, 96, 128)[number % 3]}
-        return declared.standard(**sizes, causal=number // 2 % 2 == 1, dtype=dtype)
+        return Attention.standard(**sizes, causal=number // 2 % 2 == 1, dtype=dtype)
     if kernel == "matmul":
         return declared.problem(m=16 * (1 + number // 8), n=4096, k=1024 * (1 + number % 3), dtype=dtype)
     return declared.problem(rows=64 * (1 + number // 8), columns=(1024, 4096, 5120, 8192)[number % 4], dtype=dtype)

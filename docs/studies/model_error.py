@@ -52,13 +52,14 @@ Row = dict[str, Any]
 
 def row_of(arch: str, errors: Sequence[float], where: dict[str, Any], source: str, tile: str = "") -> Row:
     """One row: errors are estimate over measured time, minus 1."""
+    worst: float = max(errors, key=abs)
     return {
         "arch": arch,
         "where": where,
         "tile": tile,
         "figures": len(errors),
         "mean": round(statistics.fmean(map(abs, errors)), 4),
-        "worst": round(max(errors, key=abs), 4),
+        "worst": round(worst, 4),
         "source": source,
     }
 
@@ -122,7 +123,7 @@ def where_of(problems: Sequence[Problem], *, double: bool = True) -> dict[str, A
     """
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for each in problems for name in each.to_json() if name != "kernel"):
-        values = sorted({each.values[name] for each in problems})
+        values: list[Any] = sorted({each.values[name] for each in problems})
         if name in FREE:
             found[name] = None
         elif type(values[0]) is int and name not in EXACT:

@@ -269,7 +269,7 @@ def run(recorder: Recorder, sites: Iterable[str], file: Path) -> None:
         where, make = SITES[name]
         row: dict[str, Any] = {"site": name}
         try:
-            module = importlib.import_module(f"tilegym.{where}")
+            module: Any = importlib.import_module(f"tilegym.{where}")
             module.exhaustive_search = recorder
             torch.manual_seed(0)
             call, reference = make(module)

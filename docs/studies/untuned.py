@@ -404,14 +404,14 @@ def shipped_times(rows: Sequence[Row], kernel: str, arch: str = "sm_90") -> dict
     lines = []
     for p, (times, schedule) in told.items():
         modelled = [math.exp(log_us(p, each, spec)) if each else None for each in (space.default(p), schedule)]
-        row = TimedProblem.of(p, times, spec, modelled[0] or 0.0, modelled[1])
+        timed = TimedProblem.of(p, times, spec, modelled[0] or 0.0, modelled[1])
         lines.append(
             {
-                "problem": row.problem,
-                "place": [round(each, 4) for each in row.place],
+                "problem": timed.problem,
+                "place": [round(each, 4) for each in timed.place],
                 "us": [round(us, 2) if (us := times.get(name)) else None for name in names],
-                "base_us": round(row.base_us, 2),
-                "ours_us": row.ours_us and round(row.ours_us, 2),
+                "base_us": round(timed.base_us, 2),
+                "ours_us": timed.ours_us and round(timed.ours_us, 2),
             }
         )
     return {
@@ -631,7 +631,8 @@ def public_call(
     from tiledsched.ops.sdpa import sdpa
 
     causal = p.alignment if p.causal else None
-    call = AttentionCall(*tensors, causal, None, False)
+    q, k, v = tensors
+    call = AttentionCall(q, k, v, causal, None, False)
     return lambda: sdpa(*tensors, causal=causal or False), call.make_plan, call.find_plan
 
 
@@ -690,7 +691,7 @@ class Timer:
                 found[name] = replace(row, note=f"{type(error).__name__}: {error}"[:120])
 
         for name, function in p.declaration.rivals(p).items():
-            try_out(name, replace(base, method=name), lambda function=function: function(*tensors))
+            try_out(name, replace(base, method=name), partial(function, *tensors))
         choices: dict[str, str] = {}
         for place, schedule in enumerate(each.schedules):
             name = f"ours {place}"
@@ -704,7 +705,7 @@ class Timer:
             served = replace(each.served, schedule=schedule, alternatives=(), rivals=())
             plan = make(served)
             launch_plan(plan, tensors, first=True)
-            try_out(name, row, lambda plan=plan: launch_plan(plan, tensors, keep_zeros=True))
+            try_out(name, row, partial(launch_plan, plan, tensors, keep_zeros=True))
         found[SERVED] = self._served(base, each, public, find, choices)
         for name, (low, middle, high) in self._sampled(calls, found, p).items():
             found[name] = replace(found[name], us=middle, low_us=low, high_us=high)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from tiledsched.bake.text import left_open, names_in, source
+from tiledsched.bake.text import clauses, conjunction, names_in, source
 from tiledsched.bake.tree import NEVER, Tree, grow
 from tiledsched.core.config import Settings
 from tiledsched.core.errors import ConfigError
@@ -190,27 +190,28 @@ class Baking:
         )
 
     @functools.cached_property
-    def _needs(self) -> dict[str, set[int]]:
-        """What schedules need of a problem: a condition, and the numbers of the schedules that need it."""
-        found: dict[str, set[int]] = {}
-        for leaf, arch in itertools.product(self.tree.leaves(), self.archs):
+    def _needs(self) -> dict[int, set[frozenset[str]]]:
+        """What each schedule needs of a problem, as clauses."""
+        found: dict[int, set[frozenset[str]]] = {leaf.best: set() for leaf in self.tree.leaves()}
+        for best, arch in itertools.product(found, self.archs):
             space = space_for(arch, self.kernel)
-            known = {**space.limits, **self.schedules[leaf.best]}
-            for each in space.needed:
-                left = left_open(ast.parse(each.require, mode="eval").body, known)
-                if left is not True:
-                    found.setdefault(str(left), set()).add(leaf.best)
+            known = {**space.limits, **self.schedules[best]}
+            found[best].update(*(clauses(ast.parse(each.require, mode="eval").body, known) for each in space.needed))
         return found
 
-    @property
-    def checked(self) -> dict[str, set[int]]:
-        """Those of the conditions that a launch can check."""
-        return {text: of for text, of in self._needs.items() if names_in(text) <= self.facts}
+    @functools.cached_property
+    def checked(self) -> dict[int, str]:
+        """That part of it which a launch can check, as an expression."""
+        found = {
+            best: conjunction([each for each in needs if names_in(*each) <= self.facts])
+            for best, needs in self._needs.items()
+        }
+        return {best: text for best, text in found.items() if text}
 
     @property
     def needed_facts(self) -> set[str]:
         """The facts of a problem on which the choice depends."""
-        return names_in(*(each.question for each in self.tree.nodes()), *self.checked)
+        return names_in(*(each.question for each in self.tree.nodes()), *self.checked.values())
 
     def source(self, kernel: str = "") -> str:
         """The source by itself; see :func:`tiledsched.bake.text.source`."""
@@ -223,7 +224,7 @@ class Baking:
             for name, value in self.names[0].items()
             if all(each[name] == value for each in self.names)
         ]
-        unchecked = len(self._needs) - len(self.checked)
+        unchecked = sum(not names_in(*each) <= self.facts for each in set().union(*self._needs.values()))
         comment = [
             self._command,
             f"Measured on {joined(sorted(where))}, {when}." if days else "Nothing was measured.",

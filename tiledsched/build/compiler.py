@@ -18,9 +18,8 @@ from tiledsched.build.cubin import Artifact, join, read_artifact
 from tiledsched.build.host_code import for_host, host_arch
 from tiledsched.build.store import default_cache_folder
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, release
-from tiledsched.core.blame import LONGEST, describe
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import Failure, FailureKind, NoRoomError
+from tiledsched.core.errors import LONGEST, Failure, FailureKind, NoRoomError, describe
 from tiledsched.core.files import PREFIX, has_room, is_full
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import import_cutile

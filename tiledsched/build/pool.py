@@ -19,8 +19,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from tiledsched.build.compiler import BuildTask, Built, compile_task, no_room, prepare_process
-from tiledsched.core.blame import first_line
-from tiledsched.core.errors import CompilerError, Failure, FailureKind, NoRoomError
+from tiledsched.core.errors import CompilerError, Failure, FailureKind, NoRoomError, first_line
 from tiledsched.core.files import OwnFolder, has_room, is_full
 from tiledsched.core.processes import SafeSpawnContext, end_with_parent
 

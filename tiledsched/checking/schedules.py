@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.checking.inputs import CHECK_KINDS
-from tiledsched.core.blame import describe
 from tiledsched.core.cases import replaced
-from tiledsched.core.errors import TiledschedError
+from tiledsched.core.errors import TiledschedError, describe
 from tiledsched.core.fields import Choice, Dim, Flag, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import problems_of

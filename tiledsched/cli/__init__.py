@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
-from tiledsched.core import blame, errors, extras, files
+from tiledsched.core import errors, extras, files
 from tiledsched.core.processes import give_cutile_folder
 
 INTERRUPTED = 130
@@ -149,7 +149,7 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
     except ImportError:
         raise
     except Exception as error:
-        if mistake := blame.mistake_of(error):
+        if mistake := errors.mistake_of(error):
             note(f"tiledsched: {mistake}; correct it there")
             return 2
         raise
@@ -159,7 +159,7 @@ def _with_meant(message: str) -> str:
     """What click says of a value that is not one of some words, with the word that is near it."""
     found = re.search(r"'([^']*)' is not one of ('.*')", message)
     words = re.findall(r"'([^']*)'", found[2]) if found else ()
-    return f"{message}{blame.did_you_mean(found[1], words)}" if found else message
+    return f"{message}{errors.did_you_mean(found[1], words)}" if found else message
 
 
 def _run(root: Any, words: Sequence[str], called: Any) -> int:

@@ -204,7 +204,7 @@ class Command(_Explained):
         """Write how problems of the kernel are named, where the command takes problems."""
         if any(param.name == "problem" for param in self.params):
             kernel = _named_kernel(ctx.meta["tiledsched.words"])
-            with formatter.section(f"Problems of {kernel.name}"):
+            with formatter.section(f"Problems of {registry.title_of(kernel)}"):
                 formatter.write_dl(problems.describe_kernel(kernel), col_max=26)
 
 
@@ -299,6 +299,7 @@ def _kernel(ctx: click.Context, param: click.Parameter, value: str) -> problem.K
 def _kernel_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """The name under which tables list a kernel. One that is not known here is taken at its word."""
     try:
+        ctx.ensure_object(Invocation).kernel_word = value or ""
         return value and _find_kernel(value, ctx.meta["tiledsched.words"]).name
     except ConfigError:
         check_word(value or "")

@@ -24,7 +24,7 @@ from tiledsched.cli.app import (
     made_folder,
     option,
 )
-from tiledsched.cli.output import note, print_table
+from tiledsched.cli.output import note, print_lines, print_table
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, FailureKind
 from tiledsched.core.files import csv_cell
@@ -230,10 +230,19 @@ def check(
             found["forgotten"] = db.forget_failures(arch, kernel, kind)
             note(f"{plural(found['forgotten'], 'failure')} forgotten; they are tried again when their turn comes")
         damage, revision = db.check(), db.schema_revision
-    run.print(
-        {**found, "problems": damage, "schema": revision},
-        "\n".join(damage) if damage else f"no damage found (schema {revision})",
-    )
+        versions = {} if damage else db.versions()
+    edited = {name: counts for name, counts in versions.items() if len(counts) > 1}
+    lines = [
+        f"{name} has {len(counts)} versions: "
+        + ", ".join(f"{each} ({plural(count, 'entry', 'entries')})" for each, count in counts.items())
+        + "; each serves its own code only"
+        for name, counts in edited.items()
+    ]
+    if run.json:
+        run.print({**found, "problems": damage, "schema": revision, "versions": edited})
+    else:
+        print(*(damage or [f"no damage found (schema {revision})"]), sep="\n")
+        print_lines(*lines)
     return 1 if damage else 0
 
 

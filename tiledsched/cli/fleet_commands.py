@@ -23,8 +23,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.problems import named_problems
 from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, did_you_mean
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS, Limits
 

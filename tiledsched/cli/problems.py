@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiledsched.core import blame, labels
+from tiledsched.core import errors, labels
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
 from tiledsched.core.problem import KernelClass, Problem
@@ -96,7 +96,7 @@ def _meant(kernel: KernelClass, part: str) -> str:
         return f" (did you mean '{joined[1]}={joined[2]}'?)"
     words = [word for field in kernel.fields.values() if isinstance(field, Choice) for word in field.words]
     flags = [name for name, field in kernel.fields.items() if isinstance(field, Flag)]
-    return blame.did_you_mean(key, keys(kernel) if equals else (*words, *flags))
+    return errors.did_you_mean(key, keys(kernel) if equals else (*words, *flags))
 
 
 def _parts(text: str) -> list[str]:
@@ -164,7 +164,7 @@ def _read(field: ProblemField, key: str, word: str) -> Any:
     try:
         if isinstance(field, Flag):
             if word not in FLAGS:
-                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}{blame.did_you_mean(word, FLAGS)}")
+                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}{errors.did_you_mean(word, FLAGS)}")
             return FLAGS[word]
         if isinstance(field, Choice):
             return field.read(key, word)
@@ -198,7 +198,7 @@ def read_variants(kernel: KernelClass, text: str) -> dict[str, list[str]]:
         if name not in kernel.variants:
             known = ", ".join(kernel.variants) or "none"
             raise ConfigError(
-                f"--also {part}: the problems of {kernel.name} vary by {known}{blame.did_you_mean(name, kernel.variants)}"
+                f"--also {part}: the problems of {kernel.name} vary by {known}{errors.did_you_mean(name, kernel.variants)}"
             )
         found[name] = values.split(":") if values else []
     return found

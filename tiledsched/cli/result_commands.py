@@ -29,10 +29,10 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core import blame, errors, registry, text
+from tiledsched.core import errors, registry, text
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.files import write_whole
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import VERSIONED, KernelClass, Problem
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.measure.runner import LAUNCHED, REGIMES
 from tiledsched.store.captured_calls import clear_seen
@@ -144,15 +144,32 @@ def show(
     elif of_kernel:
         note("no tuned problem matches; leave out a filter")
     else:
-        what = f"of {kernel} " if kernel else ""
+        known = {each.name: each for each in registry.known_kernels()}
+        what = f"of {registry.title_of(known[kernel]) if kernel in known else kernel} " if kernel else ""
         arch = arch or ",".join(sorted(here_archs)) or None
-        words = f"{kernel + ' ' if kernel else ''}--arch {arch or 'ARCH'}"
+        words = " ".join(filter(None, [run.kernel_word, "--arch", arch or "ARCH"]))
         ships = (
-            f"; kernels that ship: {', '.join(registry.SHIPPED)}{blame.did_you_mean(kernel, registry.SHIPPED)}"
-            if kernel and kernel not in registry.SHIPPED
+            f"; kernels that ship: {', '.join(registry.SHIPPED)}{errors.did_you_mean(kernel, registry.SHIPPED)}"
+            if kernel and kernel not in known
             else ""
         )
         note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
+    versioned = VERSIONED.fullmatch(kernel or "")
+    if versioned and not run.json:
+        _note_versions(run, versioned[1], str(kernel))
+
+
+def _note_versions(run: Invocation, name: str, current: str) -> None:
+    """Say which entries are kept of other code under the name of a kernel."""
+    from tiledsched.store.location import database_exists
+
+    if not (run.db or database_exists(run.settings().db)):
+        return
+    with run.open_db(read_only=True) as db:
+        others = {each: count for each, count in db.versions().get(name, {}).items() if each != current}
+    for each, count in others.items():
+        entries = text.plural(count, "entry", "entries")
+        note(f"kept, but not served: {entries} of {each}, whose code is another (before an edit, or in another file)")
 
 
 def _show_seen(
@@ -176,8 +193,8 @@ def _show_seen(
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
     """List what ships and what is measured, and where the winners of the two regimes differ."""
     from tiledsched.store.location import database_exists
-    from tiledsched.store.manifest import shipped_landscapes
     from tiledsched.store.queries import compare_regimes
+    from tiledsched.store.shipped import shipped_landscapes
 
     lines, compared = [], []
     if run.db or database_exists(run.settings().db):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
 from tiledsched.core.device import arch_of
 from tiledsched.core.labels import labels_of
-from tiledsched.core.problem import Problem, rate_of, rate_text, unit_of
+from tiledsched.core.problem import Problem, rate_of, rate_text, unit_text
+from tiledsched.core.registry import title_of
 from tiledsched.core.text import plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from tiledsched.report.compare import Compared, Comparison
     from tiledsched.rivals.rows import BenchRow
     from tiledsched.serve.entries import Layer
-    from tiledsched.store.manifest import ShippedLandscape
     from tiledsched.store.queries import RegimeComparison
+    from tiledsched.store.shipped import ShippedLandscape
     from tiledsched.studies.ablation.ladder import AblationRow
 
 ABLATION = (
@@ -79,12 +80,13 @@ def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
     by_kernel: dict[str, list[Entry]] = {}
     for entry in entries:
         by_kernel.setdefault(entry.problem.kernel, []).append(entry)
-    for place, (kernel, found) in enumerate(by_kernel.items()):
+    for place, found in enumerate(by_kernel.values()):
+        print("\n" * (place > 0) + f"tuned schedules of {_title(found[0].problem)}")
         lines = _entry_lines(found, compiler)
         if max(map(len, lines)) > width():
             _print_narrow(found, compiler)
         else:
-            print("\n" * (place > 0) + f"tuned schedules of {kernel}", *lines, sep="\n")
+            print(*lines, sep="\n")
     changed, built = stale_by_cause(entries, compiler)
     if changed:
         kernels = ", ".join(sorted({entry.kernel for entry in changed}))
@@ -100,6 +102,11 @@ def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
         note(
             f"stale: tileiras {', '.join(old)} built what was measured, and here is {compiler}; run: tiledsched refresh"
         )
+
+
+def _title(problem: Problem) -> str:
+    """The kernel of a problem, and where it is declared if its name does not tell."""
+    return title_of(problem.declaration) if problem.known else problem.kernel
 
 
 def _entry_lines(entries: Sequence[Entry], compiler: str) -> list[str]:
@@ -333,7 +340,7 @@ def print_bench(rows: Sequence[BenchRow]) -> None:
         cells: dict[Problem, dict[str, BenchRow]] = {}
         for row in found:
             cells.setdefault(row.problem, {})[row.method] = row
-        units = "/".join(dict.fromkeys(unit_of(problem) for problem in cells))
+        units = "/".join(dict.fromkeys(unit_text(problem) for problem in cells))
         print(f"{regime}: {units}, and in brackets the time of each method over ours")
         print_table(
             ("problem", *methods),

@@ -11,6 +11,7 @@ from tiledsched.cli.output import print_lines, print_wrapped
 from tiledsched.cli.served_output import entry_json
 from tiledsched.core import extras, labels, text
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
+from tiledsched.core.registry import command_word, title_of
 from tiledsched.core.space import RACED, UNKNOWN
 
 if TYPE_CHECKING:
@@ -197,11 +198,12 @@ def print_refreshed(report: refresh.RefreshReport) -> None:
             ]
         compiler = was.compiler or "unknown"
         print_lines(f"was  {was.median_us:.1f} us, tileiras {compiler}: {was.schedule.short()}", *lines)
-    name = report.kernel.name
+    name = title_of(report.kernel)
     total = report.current + len(report.rows)
     if not total:
         print_wrapped(
-            f"nothing of {name} was measured for {report.arch}; run: tiledsched tune {name} --arch {report.arch}"
+            f"nothing of {name} was measured for {report.arch}; run: tiledsched tune {command_word(report.kernel)} --arch "
+            f"{report.arch}"
         )
         return
     moved = f" ({report.change:+.1%} by geometric mean)" if report.change is not None else ""

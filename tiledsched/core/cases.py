@@ -15,8 +15,7 @@ from typing import Any
 import numpy
 
 from tiledsched.core.arrays import ArraySpec
-from tiledsched.core.blame import describe, did_you_mean
-from tiledsched.core.errors import DeclarationError, TiledschedError
+from tiledsched.core.errors import DeclarationError, TiledschedError, describe, did_you_mean
 from tiledsched.core.fields import Dim, total
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import Constraint

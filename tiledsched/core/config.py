@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core import data_files, trust
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, did_you_mean
 from tiledsched.core.files import kind_of_file, read_toml, user_folder
 from tiledsched.core.schedule import KnobValue
 

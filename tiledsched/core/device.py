@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ import re
 from collections.abc import Collection
 from functools import lru_cache
 
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import SpaceError
+from tiledsched.core.errors import SpaceError, did_you_mean
 from tiledsched.core.fields import Dim, Flag
 from tiledsched.core.problem import KernelClass
 

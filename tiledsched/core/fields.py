@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import DeclarationError
+from tiledsched.core.errors import DeclarationError, did_you_mean
 
 Value = int | bool | str | tuple[int, ...]
 """The value of a problem's field: a size, a flag, a word (or the name of a type), or several sizes."""

@@ -20,11 +20,19 @@ import numpy
 
 from tiledsched.core import registry
 from tiledsched.core.arrays import Tolerance
-from tiledsched.core.blame import class_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs, shrunk
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS
-from tiledsched.core.errors import DeclarationError, SpaceError, TiledschedError
+from tiledsched.core.errors import (
+    DeclarationError,
+    SpaceError,
+    TiledschedError,
+    class_line,
+    describe,
+    did_you_mean,
+    nearest,
+    says_line,
+)
 from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.fields import (
     DTYPES,
@@ -140,7 +148,7 @@ class Kernel(Declaration):
         cls.scalar_fields = {name: value for name, value in found.items() if isinstance(value, Scalar)}
         if "name" not in own:
             cls.name = f"{registry.module_word(cls)}:{cls.__name__}"
-        if not cls.space:
+        if "space" not in own:
             cls.space = cls.name
         PLAIN.update({name: value for name, value in cls.plain.items() if name not in PLAIN})
         cls.requirements = _read_requirements(cls)
@@ -284,7 +292,7 @@ def _check_fields(kernel: KernelClass) -> None:
         if name in mine:
             _fail(kernel, f"derived[{name!r}]", "there is a field of that name; call one something else")
     for name, each in kernel.array_fields.items():
-        _check_array(kernel, name, each)
+        check_array(kernel, name, each)
     if not any(each.role in ("out", "inout") for each in kernel.array_fields.values()):
         _fail(kernel, "function", "no array is an output; declare one with ts.out(...) or ts.inout(...)")
     if kernel.function is None and kernel.entry is None and kernel.launches is None:
@@ -303,7 +311,12 @@ def _check_fields(kernel: KernelClass) -> None:
             )
 
 
-def _check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
+def check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
+    """Check the declaration of an array.
+
+    Raises:
+        DeclarationError: it is wrong; the message begins with the kernel and the name.
+    """
     if isinstance(each.shape, str):
         allowed = {*kernel.fields, *kernel.derived, *(kernel.knobs if each.role == "workspace" else ())}
         unknown = sorted(_names(kernel, name, each.shape) - allowed)

@@ -17,10 +17,17 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.core.arrays import ArraySpec
-from tiledsched.core.blame import author_function, describe, did_you_mean, function_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.chains import in_chain
-from tiledsched.core.errors import DeclarationError, ProblemError, TiledschedError
+from tiledsched.core.errors import (
+    DeclarationError,
+    ProblemError,
+    TiledschedError,
+    author_function,
+    describe,
+    did_you_mean,
+    function_line,
+)
 from tiledsched.core.fields import ITEM_BYTES, Choice, Dim, Flag, Preparation
 from tiledsched.core.preparations import MOST_AXES, launch_of
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass

@@ -7,6 +7,7 @@ A problem holds its kernel's declaration, and a declaration makes problems, so t
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from tiledsched.core.arrays import ArraySpec, Tolerance
-from tiledsched.core.blame import did_you_mean
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
-from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
+from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, did_you_mean
 from tiledsched.core.fields import ArrayField, Dim, Knob, Preparation, ProblemField, Scalar, Value, knob
 from tiledsched.core.integers import Integers
 from tiledsched.core.resources import ResourceFacts
@@ -32,6 +32,8 @@ REPRESENTATIVE_SIZE = 256
 """The size of batch dims for which the one schedule is chosen that serves all their sizes, where none was tuned."""
 FILE_PREFIX = "tiledsched_file_"
 """How the names of modules begin that were loaded from a file."""
+VERSIONED = re.compile(r"(\w+)_[0-9a-f]{8}")
+"""The names of kernels that end in a hash of their code, so that other code is another kernel."""
 
 
 class Problem:
@@ -221,6 +223,12 @@ def unit_of(problem: Problem) -> str:
     return "TFLOP/s" if problem.flops else "GB/s"
 
 
+def unit_text(problem: Problem) -> str:
+    """The unit of the problem's rates for people, with what its FLOPs count where that is not the work done."""
+    counted = problem.declaration.counted if problem.known and problem.flops else ""
+    return f"{unit_of(problem)} {counted}".rstrip()
+
+
 def rate_of(problem: Problem, us: float) -> float:
     """The rate of a run that takes `us` microseconds, in the problem's unit."""
     return problem.tflops(us) if problem.flops else problem.gbps(us)
@@ -229,7 +237,7 @@ def rate_of(problem: Problem, us: float) -> float:
 def rate_text(problem: Problem, us: float, places: int = 0) -> str:
     """The rate of a run that takes `us` microseconds with its unit: `612 TFLOP/s`; empty where the kernel says neither FLOPs
     nor bytes."""
-    return f"{rate:.{places}f} {unit_of(problem)}" if (rate := rate_of(problem, us)) else ""
+    return f"{rate:.{places}f} {unit_text(problem)}" if (rate := rate_of(problem, us)) else ""
 
 
 def describe_values(values: Mapping[str, Value]) -> str:
@@ -270,7 +278,10 @@ class Declaration:
     name: ClassVar[str] = ""
     """The kernel's name in tables and in the database. The default is module and class."""
     space: ClassVar[str] = ""
-    """The kernel whose files of search spaces are its own, too, with the constraints that it adds. The default is its name."""
+    """The kernel whose files of search spaces are its own, too, with the constraints that it adds, and whose winners serve it
+    until it is tuned: its problems must have the same fields. The default is its name."""
+    declared_in: ClassVar[str] = ""
+    """The module that declares the kernel, where the class is made by another one."""
     function: ClassVar[Any] = None
     """The cuTile kernel, decorated or not."""
     knobs: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -308,6 +319,8 @@ class Declaration:
     """Rivals whose first call in a process takes seconds. They serve where each call gains a microsecond or more."""
     is_called: ClassVar[bool] = False
     """Whether it is known from calls of `exhaustive_search` alone: its own program chooses, launches and measures."""
+    counted: ClassVar[str] = ""
+    """What follows the rates of problems in TFLOP/s where `flops` counts other work than is done, such as "of all pairs"."""
     cost: ClassVar[Cost] = Cost()
     """Least traffic and the model of a schedule's time."""
     similarity: ClassVar[Similarity] = Similarity()
@@ -315,6 +328,8 @@ class Declaration:
     batch_dims: ClassVar[tuple[str, ...]] = ()
     """Dims that count rows which must not influence one another where `numerics` is "invariant", such as a product's rows of A.
     Empty where the kernel does not support that."""
+    unordered: ClassVar[str] = ""
+    """Why the kernel can have no batch dims, after its name in a sentence; empty where its author may declare some."""
 
     # What is read from the class body when the class is made.
     fields: ClassVar[Mapping[str, ProblemField]] = MappingProxyType({})

@@ -17,11 +17,20 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from tiledsched.core.blame import author_line, describe, did_you_mean, nearest, says_line
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, TiledschedError
+from tiledsched.core.errors import (
+    ConfigError,
+    DeclarationError,
+    ProblemError,
+    TiledschedError,
+    author_line,
+    describe,
+    did_you_mean,
+    nearest,
+    says_line,
+)
 from tiledsched.core.extras import remedy
 from tiledsched.core.fields import Value
 from tiledsched.core.files import MOST_TYPED, read_bounded, real_path
@@ -154,16 +163,19 @@ def load_kernel(where: str | KernelClass) -> KernelClass:
     is_file = place.endswith(".py") or os.path.isfile(path)
     classes, others = declared_names(path) if is_file else ((), None)
     if others is not None and class_name not in (*classes, *others):
-        there = ", ".join(classes) or "none: a kernel is a subclass of ts.Kernel"
+        _check_function(place, path, class_name)
+        meant = did_you_mean(class_name, (*classes, *others))
+        there = ", ".join(classes) or ("no class" if meant else "none: a kernel is a subclass of ts.Kernel")
         raise ConfigError(
-            f"{place} declares no kernel {class_name!r}; it declares {there}{did_you_mean(class_name, classes)}; the file is not "
-            "run to look for more"
+            f"{place} declares no kernel {class_name!r}; it declares {there}{meant}; the file is not run to look for more"
         )
     module = _load_file(path) if is_file else _load_module(place)
     found = getattr(module, class_name, None)
     if not _is_kernel(found):
         made = kernels_in(module)
         wrong = f"{place} declares no kernel {class_name!r}"
+        if found is None and others and class_name in others:
+            wrong += " (a function sets that name: set it outside of functions)"
         if found is not None:
             wrong += " (that is an object: leave out the line that makes it)" if _is_kernel(type(found)) else ""
         there = ", ".join(made) or "none: a kernel is a subclass of ts.Kernel"
@@ -189,6 +201,23 @@ def declared_names(path: Path) -> tuple[list[str], list[str] | None]:
     return classes, None if unknown else [*assigned, *imported]
 
 
+def _check_function(place: str, path: Path, name: str) -> None:
+    """Make sure that a name is no function for scores of attention or for its mask, which alone is no kernel.
+
+    Raises:
+        ConfigError: it is; the message says how to declare the kernel.
+    """
+    nodes = ast.walk(ast.parse(read_bounded(path, MOST_TYPED)))
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
+            first = [each.arg for each in node.args.args[:1]]
+            what = "score_mod" if first and first[0].startswith("score") else "mask_mod"
+            raise ConfigError(
+                f"{name} in {place} is a function and no kernel; to tune attention that uses it, write below it my_attention = "
+                f"tiledsched.flex_attention({what}={name}), and name {place}:my_attention"
+            )
+
+
 def kernels_in(module: Any) -> list[str]:
     """The names of the kernels in a module."""
     return [name for name, each in vars(module).items() if _is_kernel(each)]
@@ -205,7 +234,7 @@ def _check_complete(where: str) -> None:
         path = where if where.endswith(".py") else f"{where}.py"
         made = kernels_in(_load_file(Path(path)))
         meant = " or ".join(f"{path}:{each}" for each in made) or f"{path}:Class; it declares none"
-        raise ConfigError(f"{where} is a file; name its class, too: {meant}")
+        raise ConfigError(f"{where} is a file; name its kernel, too: {meant}")
     file = file.removesuffix(".py")
     if name.isidentifier() and os.path.isfile(f"{file}.py"):
         raise ConfigError(f"a colon stands between a file and its class: {file}.py:{name}")
@@ -427,15 +456,31 @@ def _reduced(problem: Problem) -> tuple[Any, ...]:
     return _restored, (problem.kernel, where, problem.values, problem.omitted)
 
 
-def _find_place(kernel: KernelClass) -> str:
-    try:
-        return kernel.locator()
-    except DeclarationError:
-        return ""
+_places: dict[tuple[KernelClass, str], str] = {}
 
 
-_place = cast("Callable[[KernelClass], str]", functools.cache(_find_place))
-"""Where another process finds a kernel; empty where no other process can."""
+def _place(kernel: KernelClass) -> str:
+    """Where another process finds a kernel; empty where no other process can, or not yet."""
+    key = kernel, kernel.declared_in
+    if key not in _places:
+        try:
+            _places[key] = kernel.locator()
+        except DeclarationError:
+            return ""
+    return _places[key]
+
+
+def command_word(kernel: KernelClass) -> str:
+    """What commands call a kernel: the name of one that ships or is known from stored results, and the place of any other one,
+    as in `mymods.py:my_attention`."""
+    place = "" if kernel.name in SHIPPED or kernel.is_called else _place(kernel)
+    return os.path.relpath(place) if os.path.isabs(place) else place or kernel.name
+
+
+def title_of(kernel: KernelClass) -> str:
+    """A kernel's name, and in brackets what commands call it where the name does not tell."""
+    word = command_word(kernel)
+    return kernel.name if ":" in kernel.name or word == kernel.name else f"{kernel.name} ({word})"
 
 
 def _restored(name: str, where: str, values: Mapping[str, Value], omitted: frozenset[str]) -> Problem:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any
 
-from tiledsched.core.blame import did_you_mean
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.errors import SpaceError, UnknownKnobError
+from tiledsched.core.errors import SpaceError, UnknownKnobError, did_you_mean
 
 KnobValue = int | bool | str
 COMPILER_HINTS: Mapping[str, Sequence[int]] = {

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core import data_files
-from tiledsched.core.blame import did_you_mean
 from tiledsched.core.device import ARCHS, LIMITS, arch_limits
-from tiledsched.core.errors import ConfigError, SpaceError
+from tiledsched.core.errors import ConfigError, SpaceError, did_you_mean
 from tiledsched.core.expressions import names_read, words_of
 from tiledsched.core.fields import Knob
 from tiledsched.core.files import read_toml, real_path

@@ -18,7 +18,7 @@ from typing import Any
 
 from tiledsched import __version__
 from tiledsched.build import store, toolchain
-from tiledsched.core import blame, config, processes, registry
+from tiledsched.core import config, errors, processes, registry
 from tiledsched.core.errors import (
     ConfigError,
     DeclarationError,
@@ -188,7 +188,7 @@ class Child:
     def _ended_by(self, error: BaseException) -> Answer:
         """The answer after an error."""
         text = (str(error) if isinstance(error, TiledschedError) else f"{type(error).__name__}: {error}")[
-            : blame.LONGEST
+            : errors.LONGEST
         ]
         if isinstance(error, THE_PROBLEMS_FAULT):
             return Outcome.FAILED, None, text

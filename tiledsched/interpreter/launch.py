@@ -17,8 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from tiledsched.core.arrays import ArraySpec
-from tiledsched.core.blame import author_line, describe
-from tiledsched.core.errors import ProblemError
+from tiledsched.core.errors import ProblemError, author_line, describe
 from tiledsched.core.launches import annotated, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule

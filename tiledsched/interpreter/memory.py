@@ -15,6 +15,7 @@ from tiledsched.interpreter.values import (
     CATEGORY,
     INTEGER,
     InterpreterError,
+    OutsideError,
     Scalar,
     Tile,
     constant_shape,
@@ -86,9 +87,7 @@ def locate(array: Array, indices: Any, mask: Any, check_bounds: bool) -> tuple[l
             raise InterpreterError(f"a mask must be boolean, got {type_of(mask)}")
         wanted = np.broadcast_to(mask.array if isinstance(mask, Tile) else mask, inside.shape)
     if not check_bounds and np.any(wanted & ~inside):
-        raise InterpreterError(
-            f"{array.name}: check_bounds=False, but an index lies outside the shape {array.data.shape}"
-        )
+        raise OutsideError(f"{array.name}: check_bounds=False, but an index lies outside the shape {array.data.shape}")
     followed = wanted & inside
     return [np.where(followed, positions, 0) for positions in where], followed
 

@@ -28,6 +28,10 @@ class ShapeError(InterpreterError):
     """Sides of tiles do not fit: cuTile would refuse to compile."""
 
 
+class OutsideError(InterpreterError):
+    """An index lies outside of its array, and bounds are not checked."""
+
+
 class EndlessError(InterpreterError):
     """A run called more `ct.*` functions than it was allowed: a loop waits for what does not come."""
 

@@ -12,10 +12,9 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core.blame import first_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import log
-from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.errors import Failure, FailureKind, MeasureError, first_line
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import child_environment, python_command

@@ -30,9 +30,8 @@ from tiledsched.build.host_code import check_host
 from tiledsched.checking.errors import OutputErrors, case_errors, summary, wrong_result
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.arrays import Tolerance
-from tiledsched.core.blame import first_line
 from tiledsched.core.cases import Case, input_specs, output_specs, own_inputs, random_inputs
-from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.errors import Failure, FailureKind, MeasureError, first_line
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import end_with_parent
 from tiledsched.core.registry import load_kernel

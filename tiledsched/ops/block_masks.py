@@ -51,8 +51,8 @@ class BlockMask:
     """
 
     lists: Tensor = field(repr=False)
-    """`[1 or batch, 1 or heads, row blocks, 2 + key blocks]` int32, contiguous. Of each row block: how many key blocks are seen in
-    part, how many are seen in part or in full; then, from the front, the numbers of those seen in part and, from the back, of
+    """`[1 or batch, 1 or heads, row blocks, 2 + key blocks]` int32, contiguous. Of each row block: how many key blocks are
+    seen in part, and how many in part or in full; then, from the front, the numbers of those seen in part and, from the back, of
     those that every row sees in full. What lies between is 0."""
     mask_mod: Callable[..., Any]
     """`mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key. It decides inside of blocks seen in part, and wherever
@@ -69,8 +69,8 @@ class BlockMask:
         lists = self.lists
         if lists.dtype != torch.int32 or lists.ndim != 4 or lists.shape[2:] != wanted or not lists.is_contiguous():
             raise ProblemError(
-                f"lists must be a contiguous int32 tensor [1 or batch, 1 or heads, {wanted[0]}, {wanted[1]}] for {self.rows} rows "
-                f"and {self.keys} keys, got {lists.dtype} {tuple(lists.shape)}"
+                f"lists must be a contiguous int32 tensor [1 or batch, 1 or heads, {wanted[0]}, {wanted[1]}] for {self.rows} "
+                f"rows and {self.keys} keys, got {lists.dtype} {tuple(lists.shape)}"
             )
         key = (id(self.mask_mod), self.rows, self.keys, *lists.shape[:2], lists.device)
         object.__setattr__(self, "key", key)
@@ -102,7 +102,8 @@ class BlockMask:
         full = full & ((numbers + 1) * BLOCK <= keys)
         partial = seen & ~full
         # In rising order: those seen in part by number, those not seen, and those seen in full by falling number.
-        order = torch.where(partial, numbers, torch.where(full, 3 * count - numbers, count)).argsort(-1, stable=True)
+        rank = torch.where(partial, numbers, torch.where(full, 3 * count - numbers, count))
+        order = rank.argsort(dim=-1, stable=True)
         order = order * (partial | full).gather(-1, order)
         head = torch.stack([partial.sum(-1), (partial | full).sum(-1)], -1)
         return cls(torch.cat([head, order], -1).to(torch.int32), mask_mod, rows, keys)
@@ -227,8 +228,8 @@ def find_lists(kernel: str, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) ->
     Those of a function without arrays are made once for each stream, because another would have to wait for them; and not while a
     CUDA graph is captured, whose memory is its own.
     """
-    eager = not _traced() and not arrays and is_plain_call() and are_ordinary((q, k))
-    if not eager or process.runtime.is_capturing():
+    is_plain = not _traced() and is_plain_call() and are_ordinary((q, k))
+    if not is_plain or arrays or q.device.type != process.runtime.device_type or process.runtime.is_capturing():
         made: Tensor = lists_operator(q.detach(), k.detach(), list(arrays), kernel)
         return made
     key = (kernel, q.shape, k.shape[2], q.device, process.runtime.current_stream(q.get_device()))
@@ -239,12 +240,21 @@ def find_lists(kernel: str, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) ->
 
 def shape_of_lists(kernel: str, q: Any, k: Any) -> tuple[Any, ...]:
     """The shape of the lists of a kernel of attention for tensors of four axes."""
-    sizes, derived = SimpleNamespace(batch=q.shape[0], heads=q.shape[1]), kernel_named(kernel).derived
+    per_batch, per_head = _has_lists_for_each(kernel)
     row_blocks, key_blocks = ((each.shape[2] + BLOCK - 1) // BLOCK for each in (q, k))
-    return derived["mask_batch"](sizes), derived["mask_heads"](sizes), row_blocks, HEAD + key_blocks
+    return q.shape[0] if per_batch else 1, q.shape[1] if per_head else 1, row_blocks, HEAD + key_blocks
 
 
-def fill_lists(q: Tensor, k: Tensor, arrays: Sequence[Tensor], kernel: str) -> Tensor:
+def _has_lists_for_each(kernel: str) -> tuple[bool, bool]:
+    """Whether sequences, and heads, have lists of their own."""
+    derived, sizes = kernel_named(kernel).derived, SimpleNamespace(batch=2, heads=2)
+    return derived["mask_batch"](sizes) == 2, derived["mask_heads"](sizes) == 2
+
+
+_has_lists_for_each._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def fill_lists(q: Tensor, k: Tensor, arrays: Sequence[Tensor], kernel: str) -> Any:
     """The lists of blocks of a kernel of attention: by a launch; of tensors on the CPU, by the reference; of empty ones, zeros.
 
     Raises:
@@ -259,15 +269,14 @@ def fill_lists(q: Tensor, k: Tensor, arrays: Sequence[Tensor], kernel: str) -> T
         made = call_reference(problem.declaration, numpy, problem, by_name(on_host(each, "") for each in arrays))
         return torch.from_numpy(made[0]).to(q.device)
     tensors, key = (q, *arrays), (kernel, shape, *call_key(*arrays), q.shape[2], k.shape[2], q.device)
-    plan = cache.ready.get(key)
-    if plan is not None:
-        return launch_plan(plan, tensors)  # type: ignore[no-any-return]
+    ready = cache.ready.get(key)
+    if ready is not None:
+        return launch_plan(ready, tensors)
     make = lambda served=None: _make_plan(shape, q, k, arrays, kernel, served)  # noqa: E731
     plan = cache.find(key, make)
     if isinstance(plan, str):
         raise UnsupportedError(f"block_mask: {plan}")
-    launch = lambda plan: launch_plan(plan, tensors, first=True)  # noqa: E731
-    return launch_first(cache, key, plan, launch, make)  # type: ignore[no-any-return]
+    return launch_first(cache, key, plan, lambda plan: launch_plan(plan, tensors, first=True), make)
 
 
 def _problem(shape: tuple[int, ...], q: Tensor, k: Tensor, arrays: Sequence[Tensor], kernel: str) -> Problem:

@@ -22,26 +22,26 @@ torch_attention = functional.scaled_dot_product_attention
 """The attention function of torch, even after something replaced it in torch."""
 
 
-def report(reason: str) -> None:
-    """Warn once for each reason why a call goes to torch.
+def report(reason: str, features: Any = NO_FEATURES) -> None:
+    """Warn once for each reason why a call goes to torch, or to what else its `features` name.
 
     Raises:
         UnsupportedError: the setting `fallback` is `error`.
     """
     if is_invariant():
         raise UnsupportedError(
-            f"{reason}; torch's attention, which computes such calls, has bits that depend on the batch: call it outside of "
+            f"{reason}; {features.elsewhere}, which computes such calls, has bits that depend on the batch: call it outside of "
             "batch_invariant()"
         )
     if settings().fallback == "error":
-        raise UnsupportedError(f"{reason} (setting fallback = error; set it to torch to use torch's attention)")
-    _warn(reason)
+        raise UnsupportedError(f"{reason} (setting fallback = error; set it to torch to use {features.elsewhere})")
+    _warn(reason, features.front, features.elsewhere)
 
 
 @functools.cache
-def _warn(reason: str) -> None:
-    log.info("torch's attention: %s", reason)
-    warnings.warn(f"tiledsched.sdpa uses torch's attention: {reason}", stacklevel=6)
+def _warn(reason: str, front: str, elsewhere: str) -> None:
+    log.info("%s: %s", elsewhere, reason)
+    warnings.warn(f"tiledsched.{front} uses {elsewhere}: {reason}", stacklevel=6)
 
 
 # Under torch.compile: called while tracing and not traced, so that the warning is given and the graph stays whole.
@@ -77,7 +77,9 @@ def attend_in_torch(
         return_lse: return a pair.
         features: everything else.
     """
-    if features.is_varlen:
+    if features.by_reference is not None:
+        out, lse = features.by_reference(q, k, v, scale)
+    elif features.is_varlen:
         out, lse = _attend_varlen(q, k, v, dropout_p, causal, scale, features)
     elif any(features.key):
         visible = visible_keys(q, k, causal, features)
@@ -101,6 +103,8 @@ def computes_at_once(
     """
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
+    if features.by_reference is not None:
+        return False
     if features.is_varlen:
         if features.cu_seqlens_q is not None:
             batch, rows = features.cu_seqlens_q.shape[0] - 1, features.max_seqlen_q

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from tiledsched.core.errors import ProblemError
+from tiledsched.core.problem import KernelClass
+from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.options import ARRAYS, FeatureArguments
 from tiledsched.ops.arguments import check_array
 
@@ -17,6 +19,14 @@ class AttentionFeatures(FeatureArguments):
     """The optional features of a call: the arguments of the operators, and what the kernels make of them."""
 
     __slots__ = ()
+    kernel: ClassVar[KernelClass] = Attention
+    """The kernel that serves them."""
+    front: ClassVar[str] = "sdpa"
+    """The function of this package that they are arguments of."""
+    elsewhere: ClassVar[str] = "torch's attention"
+    """What computes calls that the kernel does not serve."""
+    by_reference: ClassVar[Any] = None
+    """Computes them from q, k, v and the scale; None where torch's attention does."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -35,7 +45,7 @@ class AttentionFeatures(FeatureArguments):
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of the problem that the features decide."""
-        window, softcap, sinks, starts, lengths, packed, _, window_right = self.key
+        window, softcap, sinks, starts, lengths, packed, _, window_right = self.key[:8]
         return {
             "window": window,
             "window_right": window_right,

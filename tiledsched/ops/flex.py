@@ -1,46 +1,43 @@
 """`flex`: attention with functions of the author's own that change scores and hide keys, on the schedule that the table names.
 
-As for `sdpa`, the first call of a shape makes a plan, and later calls find it and launch. A call that makes no plan reads nothing of
-the functions but which objects they are.
+As for `sdpa`, the first call of a shape makes a plan, and later calls find it and launch. Later calls do not read the text of the
+functions: they compare which objects they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
-from tiledsched.core import config
 from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
-from tiledsched.kernels.attention.scales import LOG2_E, default_scale, scales
+from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
-from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale, unserved
+from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
 from tiledsched.ops.block_masks import (
     BlockMask,
     by_name,
-    find_lists,
     fill_lists,
+    find_lists,
     read_arrays,
     shape_of_lists,
     types_of,
     variant_named,
 )
-from tiledsched.ops.operator import cast_for_autocast, empty_results, forward_flops, register
-from tiledsched.ops.plans import AttentionCall, plan_of
+from tiledsched.ops.features import AttentionFeatures
+from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
+from tiledsched.ops.plans import AttentionCall, cache, plan_key
 from tiledsched.serve import process
-from tiledsched.serve.chain import Served
-from tiledsched.serve.execute import explain_plan, has_tangent, is_plain_call, is_transformed, launch_first, launch_plan
-from tiledsched.serve.explain import Explanation
+from tiledsched.serve.execute import has_tangent, is_plain_call, is_transformed, launch_plan
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import on_host
-from tiledsched.serve.plan import Plan, beyond_int32, choose
+from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key, lock
 
 NO_GRADIENTS = (
@@ -48,8 +45,11 @@ NO_GRADIENTS = (
     "torch.nn.attention.flex_attention"
 )
 NO_TRANSFORMS = (
-    "flex is not served under vmap, jvp, grad and other transforms of torch.func; give it a batch axis, and call it outside of them"
+    "flex is not served under vmap, jvp, grad and other transforms of torch.func; give it a batch axis, and call it outside "
+    "of them"
 )
+FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "scale"})
+"""The arguments of :func:`flex` that make a call of `explain` one of `flex`."""
 _traced = torch.compiler.is_dynamo_compiling
 
 
@@ -58,24 +58,14 @@ class Ready(NamedTuple):
 
     plan: Plan
     """Their plan."""
-    name: str
-    """The kernel's name."""
-    listed: bool
-    """Whether it takes lists of blocks."""
-    lists: Tensor | None
-    """Those of calls without a block mask; None where each call makes its own, since the mask takes arrays."""
+    variant: Variant
+    """The kernel, and the lists of that call; None where there are none."""
+    keeps: bool
+    """Whether these lists are those of all calls without a block mask: of a function that takes no arrays."""
     held: tuple[Any, ...]
     """The functions, so that no other object takes their identity."""
 
-    def find_lists(self, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) -> Tensor:
-        """The lists of a call without a block mask."""
-        if self.lists is None or process.runtime.is_capturing():
-            return fill_lists(q, k, arrays, self.name)
-        return self.lists
 
-
-cache: PlanCache[Plan] = PlanCache(call_key)
-"""Plans by the tensors and options of the operators."""
 hot: PlanCache[Ready] = PlanCache(call_key)
 """What later calls need, by the tensors and options of :func:`flex`."""
 
@@ -104,32 +94,33 @@ def flex(
 
         out = tiledsched.flex(q, k, v, alibi, causal, arrays=(slopes,))
 
-    The functions are code of cuTile, compiled into the kernel, and are called for whole tiles: `b` is the number of the sequence, an
-    int32 scalar; `h` that of the query head, a scalar or `[rows, 1]`; `q_idx` and `kv_idx` are the numbers of rows and keys in
-    their sequence, int32 `[rows, 1]` and `[1, keys]`. Both functions take all arrays. They may be functions with a name in a
-    file, functions that such functions return, with the numbers, tuples and functions that these captured, and frozen dataclasses with
-    `__call__`; what they read from around them is read at their first call. New contents of arrays compile nothing.
+    The functions are code of cuTile, which is compiled into the kernel. They are called for whole tiles: `b` is the number of the
+    sequence, an int32 scalar; `h` that of the query head, a scalar or `[rows, 1]`; `q_idx` and `kv_idx` are the numbers of rows
+    and keys in their sequence, int32 `[rows, 1]` and `[1, keys]`. Both functions are given all arrays; one that reads none of
+    them ends with `*arrays`. A function must have a name and stand in a file; or be returned by such a function, whose numbers,
+    tuples and functions it may use; or be a frozen dataclass with `__call__`. What it reads from around it is read at its first
+    call. New contents of arrays compile nothing.
 
     Args:
         q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
             `[heads, seq_q, head_dim]`, and k and v alike.
         k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
         v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
-        score_mod: `score_mod(score, b, h, q_idx, kv_idx, *arrays)`, the new scores: `score` is float32 `[rows, keys]`, scaled, and
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx, *arrays)`, the new scores. `score` is float32 `[rows, keys]`, scaled;
             what is returned broadcasts to its shape.
-        mask_mod: `mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key, of a shape that broadcasts to `[rows, keys]`;
-            the block mask's unless given. Masks are applied after `score_mod`.
-        block_mask: the blocks of keys that `mask_mod` shows, as `tiledsched.block_mask` finds them. Unless given they are found in
-            each call, and once where there are no arrays.
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key, of a shape that broadcasts to
+            `[rows, keys]`; the block mask's function unless given. The mask is applied after `score_mod`.
+        block_mask: the blocks of keys that `mask_mod` shows, as `tiledsched.block_mask` finds them. Unless given they are found
+            once, or, if there are arrays, in each call.
         arrays: tensors on q's device that the functions read with `ct.gather`, in this order, of any strides. Integers of 64 bits
             are converted to 32 in each call.
         scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
         return_lse: return the log-sum-exp of each row's changed, masked scores, too: natural, float32 `[batch, heads, seq_q]`.
 
     Returns:
-        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. Rows that see no key
-        are zeros, and their log-sum-exp is minus infinity. Under autocast q, k and v are cast first, as for `sdpa`. Tensors on the
-        CPU are computed in float64 by the reference, slowly, with a warning.
+        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. A row that sees no
+        key is zeros, and its log-sum-exp is minus infinity. Under autocast q, k and v are cast first, as for `sdpa`. Tensors on
+        the CPU are computed in float64 by the reference, slowly, with a warning.
 
     Raises:
         DeclarationError: a function cannot be compiled, or takes another number of arrays.
@@ -157,184 +148,109 @@ def flex(
             if block_mask is not None:
                 of_mask = block_mask.key
             elif mask_mod is not None:  # its lists are those of a stream
-                of_mask = process.runtime.current_stream(q.get_device())
+                of_mask = _stream_of(q)
             given = (q, k, v, *arrays)
             ready = hot.find_ready(given, (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse))
             if ready is not None:
-                if ready.listed:
-                    given = (q, k, v, ready.find_lists(q, k, arrays) if block_mask is None else block_mask.lists, *arrays)
-                result = launch_plan(ready.plan, given, None, False, True)
+                lists = ready.variant.lists
+                if block_mask is not None:
+                    lists = lists if lists is None else block_mask.lists
+                elif lists is not None and (not ready.keeps or process.runtime.is_capturing()):
+                    lists = fill_lists(q, k, arrays, ready.variant.kernel.name)
+                result = launch_plan(
+                    ready.plan, given if lists is None else (q, k, v, lists, *arrays), None, False, True
+                )
                 return (result[0], result[1].squeeze(-1)) if return_lse else result
     return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
 
 
-class FlexCall(NamedTuple):
-    """A call of `flex` whose arguments have been read, as the operators take it."""
+def _stream_of(q: Tensor) -> int | None:
+    """The stream that is current on q's device; None where no kernel runs."""
+    runtime = process.runtime
+    return runtime.current_stream(q.get_device()) if q.device.type == runtime.device_type else None
 
-    q: Any
-    """`[batch, heads, rows, columns]`; k and v with rows and columns of their own."""
-    k: Any
-    v: Any
+
+class Variant(AttentionFeatures):
+    """What a call of `flex` has in the place of the features of `sdpa`: its kernel, and what that takes beside q, k and v."""
+
+    front, elsewhere = "flex", "its reference, in float64 on the CPU"
+
     lists: Any
     """The lists of blocks; None where the problem has none."""
-    arrays: tuple[Any, ...]
+    arrays: Sequence[Any]
     """What the functions take."""
-    kernel: str
-    """Name of the kernel."""
-    scale: float | None
-    """The softmax scale; None for 1 / sqrt(head_dim)."""
-    lse: bool
-    """Whether the log-sum-exp is returned, too."""
 
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """What a launch takes."""
-        lists = () if self.lists is None else (self.lists,)
-        return (self.q, self.k, self.v, *lists, *self.arrays)
+    def __new__(cls, kernel: str, lists: Any, arrays: Sequence[Any]) -> Variant:
+        """A variant by the name of its kernel."""
+        made = super().__new__(cls)
+        made.kernel, made.lists, made.arrays = kernel_named(kernel), lists, arrays  # type: ignore[misc]
+        return made
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a plan depends on."""
-        return call_key(*self.tensors, self.kernel, self.scale, self.lse)
+        """What a plan depends on, apart from q, k and v."""
+        return (*super().key, self.kernel.name, *call_key(*self.arrays))
 
-    def problem(self, **changes: Any) -> Problem:
-        """The problem that the tensors pose.
-
-        Raises:
-            ProblemError: the kernel has no such problem.
-        """
-        fields = AttentionCall(self.q, self.k, self.v, None, self.scale, self.lse).fields()
-        found = kernel_named(self.kernel).problem(**fields | changes, lse=self.lse)
-        if beyond_int32(self.tensors):
-            vars(found)["wide"] = True
-        return found
-
-    def find_plan(self) -> Plan | str:
-        """The plan of the call, or why the kernel cannot serve it; see :meth:`make_plan`."""
-        return cache.find(self.key, self.make_plan)
-
-    def make_plan(self, served: Served | None = None) -> Plan | str:
-        """A new plan of the call, or why the kernel cannot serve it.
-
-        Args:
-            served: what is served; the table's answer unless given.
-
-        Raises:
-            ProblemError: there is no such problem.
-            ConfigError: settings that contradict each other.
-        """
-        if self.q.device.type != process.runtime.device_type:
-            return f"q is on {self.q.device}"
-        problem = self.problem()
-        value, _ = scales(problem, self.scale)
-        changes = problem.declaration.mods[0] is not None  # type: ignore[attr-defined]
-        numbers = {"scale_log2": LOG2_E if changes else value, "cap_scale": value / LOG2_E if changes else 0.0}
-        decision = choose("flex", problem, (self.q,), None, served)
-        if isinstance(decision, str):
-            return decision
+    def feature_arrays(self, q: Any) -> dict[str, Any]:
+        """The lists and the arrays, by the names of the kernel's arrays."""
         lists = {} if self.lists is None else {"Blocks": self.lists}
-        inputs = {"Q": self.q, "K": self.k, "V": self.v} | lists | by_name(self.arrays)
-        return plan_of(decision, inputs, self.lse, numbers)
+        return lists | by_name(self.arrays)
 
-    def launch(self, plan: Plan, first: bool = False) -> Any:
-        """The output, or output and log-sum-exp."""
-        result = launch_plan(plan, self.tensors, None, first)
-        return (result[0], result[1].squeeze(-1)) if self.lse else result
-
-    def by_reference(self, reason: str) -> Any:
-        """What :meth:`launch` returns, computed in float64 on the host.
-
-        Raises:
-            UnsupportedError: the setting `fallback` is `error`, or bits must not depend on the batch.
-        """
-        if process.settings().fallback == "error" or process.is_invariant():
-            raise UnsupportedError(f"flex: {reason}; move its tensors to a GPU that `tiledsched doctor` knows")
-        config.warn_once(f"flex: {reason}; its reference computes there, slowly, in float64; on a GPU the kernel does")
-        problem = self.problem(dtype="float16")  # of any dtype the reference is the same
-        scale = default_scale(problem) if self.scale is None else self.scale
-        q, k, v = (on_host(each, "").astype(numpy.float64) for each in (self.q, self.k, self.v))
-        arrays = by_name(on_host(each, "") for each in self.arrays)
-        given = {"Q": q * (scale / default_scale(problem)), "K": k, "V": v, **arrays}
-        found = call_reference(problem.declaration, numpy, problem, given)
-        out, sums = empty_results(self.q, self.v, True)
-        out.copy_(torch.from_numpy(found[0]))
-        return (out, sums.copy_(torch.from_numpy(found[1][..., 0]))) if self.lse else out
+    def by_reference(self, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, Any]:
+        """The output and the log-sum-exp, computed in float64 on the host; see :data:`elsewhere`."""
+        out, lse = empty_results(q, v, True)
+        if 0 in (*q.shape, k.shape[2], v.shape[3]):  # no row sees a key
+            return out.zero_(), lse.fill_(-math.inf)
+        fields = AttentionCall(q, k, v, None, scale, True).fields() | {
+            "dtype": "float16"
+        }  # of any the reference is the same
+        problem = self.kernel.problem(**fields, lse=True)
+        usual = default_scale(problem)
+        read = {name: on_host(each, "").astype(numpy.float64) for name, each in (("Q", q), ("K", k), ("V", v))}
+        read["Q"] *= (usual if scale is None else scale) / usual
+        found = call_reference(self.kernel, numpy, problem, read | by_name(on_host(each, "") for each in self.arrays))
+        return out.copy_(torch.from_numpy(found[0])), lse.copy_(torch.from_numpy(found[1][..., 0]))
 
 
-def attend(call: FlexCall) -> Any:
-    """Launch the kernel; or compute a call on the host by the reference where there is none for its device.
+def read_flex(q: Any, k: Any, v: Any, *, return_lse: bool = False, **given: Any) -> AttentionCall:
+    """The call of tensors of four axes, checked, with its lists made; the arguments are those of :func:`flex`.
 
     Raises:
-        ProblemError, ConfigError: as :meth:`FlexCall.make_plan`.
-        UnsupportedError: as :meth:`FlexCall.by_reference`.
-        LaunchError: the launch failed, or a CUDA graph is being captured and the program never ran.
+        DeclarationError, ProblemError: as `flex`.
     """
-    key = call.key
-    plan = cache.ready.get(key)
-    if plan is not None:
-        return call.launch(plan)
-    if 0 in (*call.q.shape, call.k.shape[2], call.v.shape[3]):  # no row sees a key
-        out, sums = empty_results(call.q, call.v, True)
-        return (out.zero_(), sums.fill_(-math.inf)) if call.lse else out.zero_()
-    found = cache.find(key, call.make_plan)
-    if isinstance(found, str):
-        return call.by_reference(found)
-    return launch_first(cache, key, found, lambda plan: call.launch(plan, first=True), call.make_plan)
+    kernel, lists, arrays, scale = _read(q, k, v, **given)
+    return AttentionCall(q, k, v, None, scale, return_lse, Variant(kernel, lists, arrays))
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def _read(
+    q: Any,
+    k: Any,
+    v: Any,
     score_mod: Any = None,
     mask_mod: Any = None,
-    block_mask: BlockMask | None = None,
-    arrays: tuple[Tensor, ...] = (),
-    *,
-    scale: float | None = None,
-    return_lse: bool = False,
-    verify: bool = False,
-) -> Explanation:
-    """What `flex` would do with these tensors, and why; the arguments are those of :func:`flex`.
-
-    Raises:
-        UnsupportedError: the kernel cannot serve them.
-        ProblemError, DeclarationError: as `flex`.
-    """
-    call = _read_call(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
-    found = call.find_plan()
-    if isinstance(found, str):
-        raise UnsupportedError(f"flex: {found}; the kernel needs a GPU that `tiledsched doctor` knows")
-    return explain_plan(found, call.tensors, verify=verify)
-
-
-def _read_call(
-    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any, return_lse: bool
-) -> FlexCall:
-    """The call of tensors of four axes, checked, with its lists made."""
+    block_mask: Any = None,
+    arrays: Any = (),
+    scale: Any = None,
+) -> tuple[str, Any, tuple[Any, ...], Any]:
+    """The kernel's name, the lists of blocks, the arrays and the scale of a call, checked."""
     check_tensors(q, k, v)
     arrays, scale = read_arrays(arrays, q), read_scale(scale)
-    if odd_scale(scale) or not q.shape[3]:
+    if odd_scale(scale) or not q.shape[-1]:
         raise ProblemError(odd_scale(scale) or "q has no columns; head_dim must be 1 at least")
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and heads_grouped(q, k, v)):
         raise ProblemError(
-            "flex takes tensors [batch, heads, rows, columns] of one batch, heads a multiple of kv_heads, or three axes of each; got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; expand what is to be broadcast"
+            "flex takes tensors [batch, heads, rows, columns] of one batch, heads a multiple of kv_heads, or three axes of each; "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; expand what is to be broadcast"
         )
-    is_here, is_empty = q.device.type == process.runtime.device_type, 0 in (*q.shape, k.shape[2], v.shape[3])
-    reason = unserved(q, k, v, None, 0.0) if is_here and not is_empty else ""
-    if reason:
-        raise UnsupportedError(f"flex: {reason}")
     types = types_of(arrays)
     if block_mask is not None:
         mask_mod = _mask_of(block_mask, mask_mod, types)
-    name = variant_named(score_mod, mask_mod, types)
-    lists = None
+    name, lists = variant_named(score_mod, mask_mod, types), None
     if block_mask is not None:
         _check_sizes(block_mask, name, q, k)
-    if mask_mod is not None and is_here and q.shape[2] > FEW_ROWS:
+    if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
         lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
-    return FlexCall(q, k, v, lists, arrays, name, scale, return_lse)
+    return name, lists, arrays, scale
 
 
 def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
@@ -344,12 +260,13 @@ def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
         ProblemError: that is none of ours, or of another function than the one given.
     """
     if not isinstance(block_mask, BlockMask):
-        raise ProblemError(
-            f"block_mask must be what tiledsched.block_mask returns, got {type(block_mask).__module__}.{type(block_mask).__name__}"
-        )
+        kind = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
+        raise ProblemError(f"block_mask must be what tiledsched.block_mask returns, got {kind}")
     own = block_mask.mask_mod
     if mask_mod not in (None, own) and variant_named(None, mask_mod, types) != variant_named(None, own, types):
-        raise ProblemError("mask_mod is another function than that of block_mask; give one of them, or make block_mask of mask_mod")
+        raise ProblemError(
+            "mask_mod is another function than that of block_mask; give one of them, or make block_mask of mask_mod"
+        )
     return own
 
 
@@ -363,8 +280,8 @@ def _check_sizes(block_mask: BlockMask, name: str, q: Any, k: Any) -> None:
     fits = lists.shape[0] in (1, wanted[0]) and lists.shape[1] in (1, wanted[1])
     if not fits or (block_mask.rows, block_mask.keys) != (q.shape[2], k.shape[2]) or lists.device != q.device:
         raise ProblemError(
-            f"block_mask is for {block_mask.rows} rows and {block_mask.keys} keys on {lists.device}, with lists {tuple(lists.shape)}; "
-            f"these tensors have {q.shape[2]} rows and {k.shape[2]} keys on {q.device}, and the mask function needs lists "
+            f"block_mask is for {block_mask.rows} rows and {block_mask.keys} keys on {lists.device}, with lists "
+            f"{tuple(lists.shape)}; these tensors have {q.shape[2]} rows and {k.shape[2]} keys on {q.device}, and need lists "
             f"{tuple(wanted)}, or 1 in place of the first two sizes; make one with tiledsched.block_mask(mask_mod, q, k, arrays)"
         )
 
@@ -373,6 +290,10 @@ def _attend(
     q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any, return_lse: bool
 ) -> Any:
     """Every other call: check it, call the operator, and have later calls like it go the short way."""
+    if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
+        raise UnsupportedError(
+            "flex takes no nested tensors; pack the sequences, and have mask_mod hide each from the others"
+        )
     check_tensors(q, k, v)
     if not _traced():
         if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, *read_arrays(arrays, q))):
@@ -386,32 +307,28 @@ def _attend(
         given = (q[None], k[None], v[None]) if again else (q, k, v)
         result = flex(*given, score_mod, mask_mod, block_mask, read, scale=scale, return_lse=return_lse)
         return result if not again else (result[0][0], result[1][0]) if return_lse else result[0]
-    call = _read_call(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
+    kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale)
     operator = flex_lse_operator if return_lse else flex_operator
-    result = operator(q, k, v, call.lists, list(arrays), call.kernel, call.scale)
+    result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
     if not _traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
-        of_mask = None if mask_mod is None else process.runtime.current_stream(q.get_device())
+        variant = Variant(kernel, lists, arrays)
+        of_mask = None if mask_mod is None else _stream_of(q)
         of_mask = of_mask if block_mask is None else block_mask.key
-        options = (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
-        _remember(call, call_key(*given, *options), block_mask is None, (score_mod, mask_mod, block_mask and block_mask.mask_mod))
+        key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
+        keeps = not (block_mask or arrays) and lists is not None and not process.runtime.is_capturing()
+        with lock:
+            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, variant))
+            if plan is not None:
+                ready = Ready(plan, variant, keeps, (score_mod, mask_mod, block_mask and block_mask.mask_mod))
+                hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
     return result
-
-
-def _remember(call: FlexCall, key: tuple[Any, ...], keeps_lists: bool, held: tuple[Any, ...]) -> None:
-    """Have later calls of `flex` find the plan of a call, if it was launched."""
-    with lock:
-        plan = cache.ready.get(call.key)
-        if plan is not None:
-            lists = call.lists if keeps_lists and not call.arrays and not process.runtime.is_capturing() else None
-            ready = Ready(plan, call.kernel, call.lists is not None, lists, held)
-            hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
 
 
 def _register(name: str, result: str, lse: bool) -> Any:
     """`tiledsched::flex`, or `flex_lse`."""
 
     def launch(q: Any, k: Any, v: Any, lists: Any, arrays: Any, kernel: str, scale: float | None) -> Any:
-        return attend(FlexCall(q, k, v, lists, tuple(arrays), kernel, scale, lse))
+        return attend(q, k, v, None, scale, lse, Variant(kernel, lists, arrays))
 
     def autograd(operator: Any, q: Any, k: Any, v: Any, lists: Any, arrays: Any, *given: Any) -> Any:
         tensors = (q, k, v, *arrays)

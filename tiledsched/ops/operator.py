@@ -70,7 +70,7 @@ def attend(
         at_once = not deterministic and computes_at_once(q, k, causal, lse, features)
         launch = lambda plan: call.launch(plan, first=True)  # noqa: E731
         return launch_first(cache, key, found, launch, call.make_plan, by_torch if at_once else None)
-    report(found)
+    report(found, features)
     return by_torch()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -93,10 +92,8 @@ class AttentionCall(NamedTuple):
             ProblemError: the kernel has no such problem.
         """
         page = 0 if self.features.block_table is None else self.k.shape[2]
-        problem = Attention.problem(**self.fields(), page=page, lse=self.lse)
-        if beyond_int32(
-            (self.q, self.k, self.v)
-        ):  # pages are more than a call reads, and others may be parts of larger ones
+        problem = self.features.kernel.problem(**self.fields(), page=page, lse=self.lse)
+        if beyond_int32(self.tensors):  # pages are more than a call reads, and others may be parts of larger ones
             # As if derived of the sizes: the same problem, by functions with 64-bit indices.
             vars(problem)["wide"] = True
         return problem
@@ -150,15 +147,21 @@ class AttentionCall(NamedTuple):
             numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)
-        decision = choose("sdpa", problem, (q, k, v), lambda: raced(problem, scale, cap, late=True), served)
+        decision = choose(features.front, problem, (q, k, v), lambda: raced(problem, scale, cap, late=True), served)
         if isinstance(decision, str):
             return decision
         decodes = q.shape[2] <= FEW_ROWS and features is NO_FEATURES and decision.captured_served is None
         return self._plan_like_last(decision, numbers) if decodes else self._plan_of(decision, numbers)
 
     def _plan_of(self, decision: Decision, numbers: dict[str, float]) -> Plan:
-        inputs = {"Q": self.q, "K": self.k, "V": self.v} | self.features.feature_arrays(self.q)
-        return plan_of(decision, inputs, self.lse, numbers)
+        q, value_columns = self.q, self.v.shape[3]
+        inputs = {"Q": q, "K": self.k, "V": self.v} | self.features.feature_arrays(q)
+        shape, dtype = (*q.shape[:3], value_columns), decision.problem.dtype
+        outputs = {"Out": Output(shapes=(shape,), strides=(empty_output(q, value_columns).stride(),), dtype=dtype)}
+        if self.lse:
+            spec = Attention.array_spec("Lse", decision.problem)
+            outputs["Lse"] = Output(shapes=spec.shapes, strides=(strides_of(spec.shape, False),), dtype=spec.dtype)
+        return make_plan(decision, inputs, outputs, numbers)
 
     def _plan_like_last(self, decision: Decision, numbers: dict[str, float]) -> Plan:
         """A plan of few rows. A model that decodes asks for another length with every token, whose launches are mostly those of
@@ -190,24 +193,6 @@ class AttentionCall(NamedTuple):
         """Launch a plan of the call; see :func:`launch_attention`."""
         q, k, v, _, _, lse, features = self
         return launch_attention(plan, q, k, v, lse, features, first, keep_zeros)
-
-
-def plan_of(decision: Decision, inputs: Mapping[str, Any], lse: bool, numbers: Mapping[str, float]) -> Plan:
-    """The plan of what was chosen for a kernel of attention.
-
-    Args:
-        decision: problem and schedule.
-        inputs: tensors by the names of the kernel's arrays, Q and V among them, in the order of the call.
-        lse: whether the log-sum-exp is returned, too.
-        numbers: every run-time number that the kernel declares, by name.
-    """
-    q, value_columns, problem = inputs["Q"], inputs["V"].shape[3], decision.problem
-    shape, strides = (*q.shape[:3], value_columns), empty_output(q, value_columns).stride()
-    outputs = {"Out": Output(shapes=(shape,), strides=(strides,), dtype=problem.dtype)}
-    if lse:
-        spec = problem.declaration.array_spec("Lse", problem)
-        outputs["Lse"] = Output(shapes=spec.shapes, strides=(strides_of(spec.shape, False),), dtype=spec.dtype)
-    return make_plan(decision, inputs, outputs, numbers)
 
 
 def launch_attention(

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.ops.arguments import CAUSAL, check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
 from tiledsched.ops.backward import BackwardCall, with_empty_results
 from tiledsched.ops.fallback import attend_nested, forget_warnings, report
 from tiledsched.ops.features import FEATURE_ARGUMENTS, NO_FEATURES, Window, read_features
+from tiledsched.ops.flex import FLEX_ARGUMENTS, read_flex
 from tiledsched.ops.masks import attend_masked
 from tiledsched.ops.operator import DifferentiableAttention, cast_for_autocast, find_trained, serve_checked
 from tiledsched.ops.padding import hidden_ends
@@ -172,7 +173,7 @@ def explain(
     deterministic: bool | None = None,
     **features: Any,
 ) -> Explanation:
-    """What `sdpa` would do with these tensors, and why.
+    """What `sdpa`, or `flex`, would do with these tensors, and why.
 
     Args:
         q, k, v, causal, return_lse: as for :func:`sdpa`. A call whose gradients are required runs with `return_lse`.
@@ -180,13 +181,23 @@ def explain(
         deterministic: as for :func:`sdpa`.
         verify: also compile, for these very tensors, what would be launched, and compare its machine code with the measured
             one. Takes about a second and needs the compiler.
-        features: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`.
+        features: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`; or score_mod, mask_mod, block_mask, arrays
+            and scale, as for :func:`tiledsched.ops.flex.flex`.
 
     Raises:
         UnsupportedError: the kernel cannot serve them.
         ProblemError: they do not fit together.
     """
-    call = _read_call(q, k, v, causal, None, return_lse, backward, deterministic, features)
+    call: AttentionCall | BackwardCall
+    if not FLEX_ARGUMENTS.isdisjoint(features):
+        if causal or backward or deterministic is not None or not features.keys() <= FLEX_ARGUMENTS:
+            raise ProblemError(
+                "score_mod and mask_mod are explained without causal, backward, deterministic and the features of sdpa; say "
+                "these in one of the functions"
+            )
+        call = read_flex(q, k, v, return_lse=return_lse, **features)
+    else:
+        call = _read_call(q, k, v, causal, None, return_lse, backward, deterministic, features)
     return explain_plan(_find_plan(call), call.tensors, verify=verify)
 
 
@@ -215,7 +226,8 @@ def _read_call(
 def _find_plan(call: AttentionCall | BackwardCall) -> Plan:
     found = call.find_plan()
     if isinstance(found, str):
-        raise UnsupportedError(f"{found}; sdpa leaves this call to torch's attention")
+        features = call.forward.features if isinstance(call, BackwardCall) else call.features
+        raise UnsupportedError(f"{found}; {features.front} leaves this call to {features.elsewhere}")
     return found
 
 

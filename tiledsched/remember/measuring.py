@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.blame import first_line
-from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.errors import Failure, FailureKind, MeasureError, first_line
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Batch, Candidate, Checked, Measurement

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from tiledsched.core.labels import format_problem
-from tiledsched.core.problem import unit_of
-from tiledsched.core.registry import SHIPPED, kernel_named
+from tiledsched.core.problem import unit_of, unit_text
+from tiledsched.core.registry import command_word, kernel_named
 from tiledsched.core.schedule import named_tile
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.measure.runner import HOW
@@ -414,7 +413,7 @@ def run_text(taken: MeasurementSummary) -> str:
 
 def best_time(one: ProblemReport, timed: Timed) -> str:
     """A time of a problem and its rate."""
-    rate = f" ({figure(timed.rate)} {unit_of(one.problem)})" if timed.rate else ""
+    rate = f" ({figure(timed.rate)} {unit_text(one.problem)})" if timed.rate else ""
     return f"{figure(timed.us)} µs{rate}"
 
 
@@ -436,14 +435,9 @@ def command_of(report: Report, name: str, one: ProblemReport | None = None, *mor
 
 
 def target_of(report: Report, one: ProblemReport | None = None) -> list[str]:
-    """The words of a command that name the kernel and the arch of a report; with a problem, that too. A kernel of one's own is
-    named by its file, and one that is known from stored results by its name.
-    """
-    kernel = report.kernel
-    if kernel not in SHIPPED and not kernel_named(kernel).is_called:
-        kernel = kernel_named(kernel).locator()
+    """The words of a command that name the kernel and the arch of a report; with a problem, that too."""
     problem = ["-p", format_problem(one.problem)] if one else []
-    return [os.path.relpath(kernel) if os.path.isabs(kernel) else kernel, "--arch", report.arch, *problem]
+    return [command_word(kernel_named(report.kernel)), "--arch", report.arch, *problem]
 
 
 def _names(verdicts: Iterable[KnobVerdict]) -> str:

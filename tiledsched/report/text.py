@@ -11,7 +11,7 @@ from typing import Any
 
 from tiledsched.core.device import describe_gpus
 from tiledsched.core.labels import class_words
-from tiledsched.core.problem import Problem, unit_of
+from tiledsched.core.problem import Problem, unit_text
 from tiledsched.core.schedule import SHORT
 from tiledsched.core.text import NOTHING, code, microseconds, percent_cell, plural, short
 from tiledsched.report import charts
@@ -346,7 +346,7 @@ def _best_table(group: Sequence[ProblemReport], report: Report) -> Table:
                 " ".join(f"{title}={cell(one.problem, fields)}" for title, fields in columns.items()),
                 short(one.explained.schedule if one.explained else one.best.schedule),
                 microseconds(one.serves.us) if one.serves else NOTHING,
-                f"{one.serves.rate:,.1f} {unit_of(one.problem)}" if one.serves else NOTHING,
+                f"{one.serves.rate:,.1f} {unit_text(one.problem)}" if one.serves else NOTHING,
                 str(len(one.ties)) if one.ties else NOTHING,
                 NOTHING if one.serves is one.best else f"{short(one.best.schedule)} {microseconds(one.best.us)} µs",
                 percent_cell(one.tile_drop),

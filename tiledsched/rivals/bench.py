@@ -18,8 +18,7 @@ from typing import Any
 import numpy
 
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core.blame import first_line
-from tiledsched.core.errors import MeasureError, UnsupportedError
+from tiledsched.core.errors import MeasureError, UnsupportedError, first_line
 from tiledsched.core.extras import required
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Method, RivalCase

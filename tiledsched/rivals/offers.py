@@ -18,8 +18,8 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.forecast import OURS, Forecast
-from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
+from tiledsched.store.shipped import published_figures
 
 ELSEWHERE = -2
 """In place of a device's index: no CUDA device and not the CPU, which is -1."""

@@ -13,9 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from tiledsched.checking.errors import case_errors, wrong_result
-from tiledsched.core.blame import first_line
 from tiledsched.core.cases import Case
-from tiledsched.core.errors import Failure, MeasureError
+from tiledsched.core.errors import Failure, MeasureError, first_line
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.rivals import Call, Function, call_on

@@ -15,11 +15,12 @@ from tiledsched.core.config import EXACT, INVARIANT
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import command_word
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.measure.runner import GRAPHS, LAUNCHED, REGIMES
 from tiledsched.rivals.forecast import TimedProblems, timed_problems
-from tiledsched.serve.transfer import NEAR_KIND, TransferParameters, log_us
+from tiledsched.serve.transfer import NEAR_KIND, TransferParameters, distance_of, log_us
 from tiledsched.store.evidence import for_compiler, precedence
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills
@@ -83,7 +84,8 @@ class ArchTable:
             self.measured.append(entry)
             self._by_problem[entry.problem].append(entry)
             self._by_kind[entry.problem.declaration.similarity.kind(entry.problem)].append(entry)
-            if entry.measurement is not None and entry.measurement.accuracy is not None:
+            own = entry.kernel == self.kernel.name  # another kernel's machine code is other code
+            if own and entry.measurement is not None and entry.measurement.accuracy is not None:
                 for schedule in dict.fromkeys((entry.schedule, *entry.ties)):
                     self._gated[schedule].append(entry.problem)
 
@@ -132,9 +134,7 @@ class ArchTable:
         """This table, as if neither the problem nor another one that is the same work had been measured."""
         similarity, spills = self.kernel.similarity, self.spills
         kind = similarity.kind(problem)
-        equal = {problem} | {
-            entry.problem for entry in self.alike(problem) if similarity.distance(entry.problem, problem) == 0
-        }
+        equal = {problem} | {entry.problem for entry in self.alike(problem) if distance_of(entry, problem) == 0}
         other = copy.copy(self)
         other.spills, other.problems = spills, (self.problems - equal) | {entry.problem for entry in self.modelled}
         other.measured = [entry for entry in self.measured if entry.problem not in equal]
@@ -204,7 +204,7 @@ class ArchTable:
         if self.compiler:
             return (
                 f"tileiras {entry.compiler} built what was measured, and here is {self.compiler}: its machine code may be "
-                f"another, and its time, too; run: tiledsched refresh {self.kernel.name} --arch {entry.arch}"
+                f"another, and its time, too; run: tiledsched refresh {command_word(self.kernel)} --arch {entry.arch}"
             )
         if not entry.fingerprint or not at_hand:  # unknown, or nothing runs, and a call says so
             return ""

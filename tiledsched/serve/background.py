@@ -21,9 +21,8 @@ from typing import Any
 
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S, BuildTask, export, says_nothing_of_program
 from tiledsched.build.store import Claims, StoredProgram, read_program, write_program
-from tiledsched.core.blame import first_line
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import Failure, MeasureError, TiledschedError
+from tiledsched.core.errors import Failure, MeasureError, TiledschedError, first_line
 from tiledsched.core.processes import python_command
 from tiledsched.core.registry import load_kernel
 

@@ -25,6 +25,7 @@ from tiledsched.serve.transfer import (
     OTHER_KIND,
     ExpectedLoss,
     TransferParameters,
+    distance_of,
     expected_loss,
     log_us,
     transfer,
@@ -116,8 +117,12 @@ class Question:
 
     @functools.cached_property
     def alike(self) -> Sequence[Entry]:
-        """The entries that were measured for problems of the same kind."""
-        return self.table.alike(self.problem)
+        """The entries that were measured for problems of the same kind; only the kernel's own where one of these is near."""
+        found, kernel = self.table.alike(self.problem), self.table.kernel
+        if kernel.space == kernel.name:
+            return found
+        own = [entry for entry in found if entry.kernel == kernel.name]
+        return own if self.nearest(own) <= NEIGHBOURHOOD else found
 
     @functools.cached_property
     def modelled(self) -> Sequence[Entry]:
@@ -143,8 +148,11 @@ class Question:
 
     def distance(self, entry: Entry) -> float:
         """How far away the problem of an entry is."""
-        apart: float = self.problem.declaration.similarity.distance(entry.problem, self.problem)
-        return apart
+        return distance_of(entry, self.problem)
+
+    def origin(self, entry: Entry) -> str:
+        """Words before what is said of an entry of another kernel; empty for the problem's own."""
+        return f"from plain {entry.kernel}: " if entry.kernel != self.problem.kernel else ""
 
     def nearest(self, entries: Iterable[Entry]) -> float:
         """The distance of the nearest entry; infinite where there is no entry."""
@@ -262,7 +270,7 @@ class Neighbours(Link):
             return None
         judges = "it" if found.neighbours == 1 else f"{found.neighbours} similar problems"
         where = f"measured on {table.where(found.entry)}"
-        near = f"the nearest problem{what} is {found.entry.problem}, {where}"
+        near = f"{question.origin(found.entry)}the nearest problem{what} is {found.entry.problem}, {where}"
         if question.is_own(found.entry):
             near = f"this problem was {where}, and its winner is outside of today's search space"
         said = f"{near}; by the measurements of {judges}, this schedule is expected to lose least"
@@ -297,7 +305,11 @@ class Modelled(Link):
         return Served(
             schedule=entry.schedule,
             provenance=entry.provenance,
-            steps=(self.step(f"{measured} was measured; the entry for {what} is the model's choice"),),
+            steps=(
+                self.step(
+                    f"{measured} was measured; {question.origin(entry)}the entry for {what} is the model's choice"
+                ),
+            ),
             entry=entry,
             alternatives=tuple(choices[1:]),
         )

@@ -14,6 +14,7 @@ from tiledsched.core import data_files
 from tiledsched.core.config import INVARIANT, Settings
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import kernel_named
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import known_knobs
 from tiledsched.serve.bundle import named_bundle, read_bundle
@@ -164,6 +165,15 @@ def load_entries(
     return combined(layers(settings, archs, kernel, limit_s=limit_s))
 
 
+def lent_entries(settings: Settings, archs: Collection[str] | None, kernel: KernelClass) -> list[Entry]:
+    """The entries of the kernel whose search space another one has, by which that one is served until it is tuned; none of most
+    kernels, which have a space of their own.
+    """
+    if kernel.space == kernel.name:
+        return []
+    return combined(layers(settings, archs, kernel_named(kernel.space)))
+
+
 def combined(of: Sequence[Layer], seen_mhz: Mapping[str, int] | None = None) -> list[Entry]:
     """The entries that layers serve together: for each key the one of strongest provenance, and among equals one whose clock was
     not held down, and then the uppermost. `seen_mhz` has the clocks of further entries.
@@ -192,7 +202,8 @@ def load_table(
     # Which entries lie near a problem depends on its batch.
     found = layers(settings, archs, kernel, near=settings.schedule_class != INVARIANT)
     near = Near(found, kernel) if any(layer.stored for layer in found) else None
-    return table_of(combined(found), settings, kernel=kernel, spaces=spaces, near=near)
+    entries = [*combined(found), *lent_entries(settings, archs, kernel)]
+    return table_of(entries, settings, kernel=kernel, spaces=spaces, near=near)
 
 
 def table_of(

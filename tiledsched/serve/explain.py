@@ -10,7 +10,7 @@ from tiledsched.build.compiler import export
 from tiledsched.core.device import arch_spec
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, rate_text
-from tiledsched.core.sources import is_shipped
+from tiledsched.core.registry import command_word
 from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.offers import Offer
 from tiledsched.serve.chain import Served
@@ -73,7 +73,7 @@ class Explanation:
         if any(problem_class(kernel, each, schedule, device) == alike for each in gated):
             return ""
         which = f"sizes like these, only for {gated[0]}" if gated else "any size"
-        command = f"tiledsched tune {kernel.name if is_shipped(kernel) else 'KERNEL'} -p {format_problem(self.problem)}"
+        command = f"tiledsched tune {command_word(kernel)} -p {format_problem(self.problem)}"
         return f"no accuracy gate has run this schedule on a GPU for {which}; run: {command}"
 
     def to_json(self) -> dict[str, Any]:
@@ -176,6 +176,7 @@ class Explanation:
         """Rows about the entry whose schedule is served."""
         served, m = self.served, entry.measurement
         is_own = (entry.problem, entry.schedule) == (self.problem, served.schedule)
+        plain = f"plain {entry.kernel}, " if entry.kernel != self.problem.kernel else ""
         measured = modelled = slowed = ""
         if m is not None:
             parts = (
@@ -195,7 +196,7 @@ class Explanation:
         numbers = entry.same_numbers or entry.batch_invariant
         source = entry.source.removesuffix(f"; {numbers}")
         return [
-            ("evidence is for", "" if is_own else f"{entry.problem}, schedule {entry.schedule.short()}:"),
+            ("evidence is for", "" if is_own else f"{plain}{entry.problem}, schedule {entry.schedule.short()}:"),
             ("measured", measured),
             ("held down", slowed),
             ("modelled", modelled),

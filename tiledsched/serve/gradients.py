@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, did_you_mean
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema, Parameter
 
 

@@ -11,6 +11,9 @@ The first of these that exists is served:
 6. a schedule that won on problems of the same kind, however far, or else of other kinds;
 7. the kernel's own choice where nothing was measured, else its default.
 
+A kernel that has the search space of another one, such as attention with functions of its author's own, is served by what was
+measured or modelled of that one until it is tuned: as by measurements of other problems, never as by one of its own.
+
 The kernel declares what a kind is. The model predicts a problem better than winners of another kind do.
 
 An entry that was measured with another compiler is served and called stale: this compiler may make other machine code of the
@@ -59,7 +62,7 @@ from tiledsched.serve.chain import (
     find,
     refined,
 )
-from tiledsched.serve.transfer import Nearby, nearby
+from tiledsched.serve.transfer import Nearby, lent, nearby
 from tiledsched.store.evidence import clocks_of
 from tiledsched.store.records import Entry
 from tiledsched.store.spills import Spills, joined
@@ -74,7 +77,7 @@ class LookupTable:
     """The entries of one kernel, ready for lookup. A table never changes: load a new one to see new entries.
 
     Args:
-        entries: every entry that may be served; those of other kernels are ignored.
+        entries: every entry that may be served; those of other kernels are ignored, but of the kernel whose space this one has.
         kernel: the kernel.
         spaces: search spaces to use in place of the kernel's own.
         near: gives those near a problem of further entries (:class:`tiledsched.serve.entries.Near`).
@@ -100,8 +103,9 @@ class LookupTable:
         self._seen_mhz = clocks_of(entries, near.seen_mhz if near else {})
         self._by_arch: dict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
-            if entry.kernel == kernel.name:
-                self._by_arch[entry.arch].append(entry)
+            mine = entry if entry.kernel == kernel.name else lent(entry, kernel)
+            if mine is not None:
+                self._by_arch[entry.arch].append(mine)
         self._tables: dict[str, ArchTable] = {}
         self._answers: dict[tuple[Problem, str, str], Served] = {}
 

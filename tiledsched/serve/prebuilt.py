@@ -308,7 +308,7 @@ class ServedKernel(ct.kernel):
 
         kernel, convention = self.declaration, CallingConvention.cutile_python_v2()
         if (
-            kernel.__module__ == "__main__"
+            "__main__" in (kernel.__module__, kernel.declared_in)
             or wanted.calling_convention.code != convention.code
             or not compiler_at_hand()
         ):

@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import ConfigError, ProblemError
+from tiledsched.core.errors import ConfigError, ProblemError, did_you_mean
 from tiledsched.core.fields import ALSO_CALLED, LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape

@@ -21,13 +21,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from tiledsched.core.config import INVARIANT
 from tiledsched.core.device import ArchSpec
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
-from tiledsched.store.manifest import model_file
 from tiledsched.store.records import Entry
+from tiledsched.store.shipped import model_file
 
+OTHER_KERNEL = 0.4
+"""What a problem of the kernel whose search space this one has is farther away than one of its own: less than the neighbourhood,
+so that what was measured there serves in place of what the model chose, and more than a near problem of its own. A guess."""
 MAX_NAMERS = 16
 """The nearest entries, of which candidates are taken."""
 EQUIVALENT_LOSS = 0.002
@@ -107,6 +111,24 @@ class Nearby:
     """The predicted loss of any schedule that is valid for the problem: the log of its time over that of the best."""
 
 
+def lent(entry: Entry, kernel: KernelClass) -> Entry | None:
+    """The entry of another kernel as `kernel` is served by it; None where it is not of the kernel whose space that one has.
+
+    Other code was measured, so that it counts as transferred. Its rivals compute something else, and are left out, and so are
+    entries that were proven for one order of sums, which other code may not keep.
+    """
+    if entry.kernel != kernel.space or entry.accum_mode == INVARIANT or not entry.problem.known:
+        return None
+    provenance = "transferred" if entry.provenance == "measured" else entry.provenance
+    return entry.replace(provenance=provenance, rivals=None)
+
+
+def distance_of(entry: Entry, problem: Problem) -> float:
+    """How far the problem of an entry is from another one, which may be of a kernel that has its kernel's search space."""
+    own: float = problem.declaration.similarity.distance(entry.problem, problem)
+    return own + OTHER_KERNEL * (entry.kernel != problem.kernel)
+
+
 def nearby(
     problem: Problem,
     entries: Iterable[Entry],
@@ -115,9 +137,8 @@ def nearby(
     parameters: TransferParameters = NEAR_KIND,
 ) -> Nearby | None:
     """What entries say about schedules for a problem; None where there is none. The arguments are those of :func:`transfer`."""
-    distance = problem.declaration.similarity.distance
     near = sorted(
-        ((distance(entry.problem, problem), entry) for entry in entries),
+        ((distance_of(entry, problem), entry) for entry in entries),
         key=lambda pair: (pair[0], pair[1].problem, pair[1].device_name),
     )
     if not near:

@@ -29,6 +29,7 @@ from tiledsched.core.errors import ConfigError, Failure, TiledschedError
 from tiledsched.core.files import read_bounded
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import command_word
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.serve.bundle import BundledProgram, read_bundle, write_bundle
@@ -138,8 +139,7 @@ def prepare(
     mine = [entry for entry in entries if entry.arch == arch and entry.kernel == kernel.name]
     asked = list(problems) or [entry.problem for entry in mine]
     if not asked:
-        where = kernel.locator() if ":" in kernel.name else kernel.name
-        raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {where} --arch {arch}")
+        raise ConfigError(f"nothing is tuned for {arch}; run: tiledsched tune {command_word(kernel)} --arch {arch}")
     device = device or next((entry.device_name for entry in mine), "")
     wanted = list(dict.fromkeys(each for problem in asked for each in (problem, *likely(problem))))
 

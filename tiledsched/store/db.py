@@ -6,20 +6,20 @@ threads, but not across a fork. Times are UTC. All methods raise DatabaseError w
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DatabaseError, Failure
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import VERSIONED, KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Device, Measurement
 from tiledsched.store import host
@@ -433,6 +433,16 @@ class TuningDB(Database):
         with self.rows() as (session, rows):
             some = [f"r.problem_id IN ({quoted(ids_of(rows, session, problem))})"] if problem else []
             return distinct(rows.entries({**wanted, **words}, where(wanted, condition, *some)))
+
+    def versions(self) -> dict[str, dict[str, int]]:
+        """Kernels whose name ends in a hash of their code, as that of an author's own attention does: what stands before the hash
+        -> each of the names, with its number of entries."""
+        found: dict[str, dict[str, int]] = defaultdict(dict)
+        with self.rows() as (session, _):
+            for name, count in session.execute(select(EntryRow.kernel, func.count()).group_by(EntryRow.kernel)):
+                if versioned := VERSIONED.fullmatch(name):
+                    found[versioned[1]][name] = count
+        return dict(found)
 
     def merge(
         self,

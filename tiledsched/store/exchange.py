@@ -27,9 +27,9 @@ from tiledsched.core.problem import Problem
 from tiledsched.store.codec import decode, encode, untrue_estimates
 from tiledsched.store.evidence import standing
 from tiledsched.store.foreign import OTHER_FILE, of_json
-from tiledsched.store.manifest import check_shipped
 from tiledsched.store.reading import UnreadSamples
 from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
+from tiledsched.store.shipped import check_shipped
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiledsched.build.compiler import DEFAULT_TIMEOUT_S
-from tiledsched.core.blame import did_you_mean
 from tiledsched.core.config import SETTINGS
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, did_you_mean
 from tiledsched.core.files import real_path
 from tiledsched.tuning.samplers import OURS, SAMPLERS
 

@@ -19,13 +19,13 @@ from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Measurement
-from tiledsched.serve.entries import load_entries, table_of
+from tiledsched.serve.entries import lent_entries, load_entries, table_of
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import leaders, timed_as_now
 from tiledsched.store.exchange import read_table
-from tiledsched.store.manifest import shipped_landscapes
 from tiledsched.store.records import Entry, StoredMeasurement
+from tiledsched.store.shipped import shipped_landscapes
 from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.study import Estimate
 from tiledsched.tuning.surrogate import Known
@@ -179,7 +179,11 @@ class Incumbents:
         self._compiler = resources.toolchain.tileiras
         self._before = load_entries(settings, {resources.arch}, kernel)
         self._table = LookupTable(
-            self._before, kernel, regime=settings.regime, accum_mode=settings.accum_mode, compiler=self._compiler
+            [*self._before, *lent_entries(settings, {resources.arch}, kernel)],
+            kernel,
+            regime=settings.regime,
+            accum_mode=settings.accum_mode,
+            compiler=self._compiler,
         )
 
     def __call__(self, problem: Problem, device_name: str) -> list[Schedule]:
@@ -213,8 +217,9 @@ def served_now(
     entry's, it is an entry with that schedule whose source is the reason.
     """
     spaces = [resources.space(kernel, space_file)] if space_file else []
+    archs = {resources.arch}
     table = table_of(
-        load_entries(settings, {resources.arch}, kernel),
+        [*load_entries(settings, archs, kernel), *lent_entries(settings, archs, kernel)],
         replace(settings, knobs={}),
         kernel=kernel,
         spaces=spaces,

@@ -11,8 +11,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tiledsched.core.blame import did_you_mean
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, did_you_mean
 from tiledsched.core.registry import check_allowed
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from tiledsched.core.blame import says_line
 from tiledsched.core.config import INVARIANT, Settings
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError
+from tiledsched.core.errors import Failure, FailureKind, MeasureError, NoValidScheduleError, says_line
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import RACED, SearchSpace, accuracy_class

@@ -116,7 +116,7 @@ class StudyRow:
         return cls(
             problem=problem_from_json(json.loads(cells["problem"])),
             ties=tuple(cells["tie_ids"].split()) if cells["tie_set"] else None,
-            **{name: cells[name] for name in WORDS},
+            **{name: cells[name] for name in WORDS},  # type: ignore[arg-type]
             **{name: int(cells[name]) if cells[name] else None for name in INTEGERS},  # type: ignore[arg-type]
             **{name: float(cells[name]) if cells[name] else None for name in NUMBERS},  # type: ignore[arg-type]
         )

@@ -12,7 +12,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from tiledsched.kernels.attention.options import ARRAYS, PADDED_ARRAYS
+from tiledsched.kernels.attention.options import ARRAYS, PADDED_ARRAYS, VARIANT_ARRAYS
 from tiledsched.kernels.attention.tiles import Constants
 
 PATH = Path(__file__).with_name("entries.py")
@@ -195,14 +195,16 @@ def source() -> str:
     return "\n".join([HEAD.rstrip("\n"), *(_kernel(*kind, ending) for kind in kinds for ending in LAUNCHES), TAIL])
 
 
-def variant_source(ending: str, arrays: Sequence[str]) -> str:
+def variant_source(ending: str, given: Sequence[str], arrays: Sequence[str]) -> str:
     """The text of a kernel with an author's own functions, which it finds under the names `SCORE` and `MASK`.
 
     Args:
         ending: of the kernel's name, one of :data:`LAUNCHES`.
+        given: those of `VARIANT_ARRAYS` that the problem has. The kernel takes no others, and all its inputs before its
+            outputs: so a launch passes on its arrays as they are, and makes none in the place of others.
         arrays: the names of the arrays that the functions take.
     """
-    return _kernel(VARIANT, " ".join([*PADDED_ARRAYS, "Blocks", *arrays]), "Attention of an author's own.", ending)
+    return _kernel(VARIANT, " ".join([*given, *arrays]), "Attention of an author's own.", ending)
 
 
 def compiled(file: str, text: str, names: dict[str, Any], function: str) -> Callable[..., None]:
@@ -223,12 +225,15 @@ def _kernel(kind: str, more: str, about: str, ending: str) -> str:
     if kind != "attention_varlen":
         constants = [each for each in constants if each.name not in VARLEN]
     numbers = ["scale_log2: float"] + ["cap_scale: float", "window: int", "window_right: int"] * optional
-    rest = more.split()[len(PADDED_ARRAYS) :]
+    arrays, also, call = LAUNCHES[ending]
+    named, padded, rest = [*arrays.split(), *more.split()], list(PADDED_ARRAYS), more.split()[len(PADDED_ARRAYS) :]
     of_mods = [each for each in fields(Constants) if each.name in MODS and kind == VARIANT]
     if of_mods:
-        rest = ["mods=Mods(SCORE, MASK)", f"Blocks={rest[0]}", f"arrays=({''.join(f'{each}, ' for each in rest[1:])})"]
-    given = ", ".join([*PADDED_ARRAYS, "window", "window_right", "cap_scale", *rest])
-    arrays, also, call = LAUNCHES[ending]
+        named = [*arrays.split()[:3], *more.split(), *arrays.split()[3:]]
+        *padded, blocks = [each if each in more.split() else "None" for each in VARIANT_ARRAYS]
+        own_arrays = "".join(f"{each}, " for each in more.split() if each not in VARIANT_ARRAYS)
+        rest = ["mods=Mods(SCORE, MASK)", f"Blocks={blocks}", f"arrays=({own_arrays})"]
+    given = ", ".join([*padded, "window", "window_right", "cap_scale", *rest])
     own = [span] if ending == "_share" else []
     named_constants = [f"        {each.name}={each.name}," for each in of_mods]
     lines = [
@@ -245,7 +250,6 @@ def _kernel(kind: str, more: str, about: str, ending: str) -> str:
         lines += ["    if FLAT_STEPS:", f"        {flat}", "    else:", f"        {call}"]
     else:
         lines.append(f"    {call}")
-    named = [*arrays.split(), *more.split()]
     return _function(f"{kind}{ending}", named, numbers, [*constants, *own, *of_mods], [about, also], lines)
 
 

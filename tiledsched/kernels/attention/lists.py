@@ -9,8 +9,7 @@ the keys: it counts the pairs of row and key that the function lets through. A b
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cuda.tile as ct
@@ -30,6 +29,7 @@ from tiledsched.kernels.attention.variants import (
     drawn_arrays,
     locator,
     source_hash,
+    try_out,
     word_of,
 )
 
@@ -79,16 +79,20 @@ def lists_kernel(mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClas
     identity = stable_id([code_of(mask_mod, "mask_mod"), [list(each) for each in arrays]], 8)
     name = f"block_lists_{word_of(mask_mod)}_{identity}"
     if name not in _known:
+        try_out({"mask_mod": mask_mod}, arrays)
         _known[name] = _make(name, identity, mask_mod, arrays)
     return _known[name]
 
 
 def _make(name: str, identity: str, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
     names, fields, side = array_fields_of(arrays)
+    parameters, given = ("".join(form.format(each) for each in names) for form in ("{}: ct.Array, ", "{}, "))
+    text = SOURCE.format(arrays=parameters, names=given)
     body = {
         "__module__": __name__,
         "__doc__": f"Lists of the blocks that {word_of(mask_mod)} shows.",
         "name": name,
+        "function": staticmethod(compiled(f"<{name}>", text, {**globals(), "MASK": mask_mod}, "block_lists")),
         **{size: ts.dim() for size in ("seq_q", "seq_k")},
         **{size: ts.dim(1) for size in ("batch", "heads")},
         "derived": side
@@ -100,22 +104,10 @@ def _make(name: str, identity: str, mask_mod: Any, arrays: Sequence[tuple[int, s
         "mod_arrays": names,
         "identity": identity,
         "declared_in": "",
-        **{each.__name__: staticmethod(each) for each in (entry, grid, inputs, reference)},
+        **{each.__name__: staticmethod(each) for each in (grid, inputs, reference)},
         **{each.__name__: classmethod(each) for each in (source_hash, locator)},
     }
     return type(name, (Kernel,), body)
-
-
-def entry(p: Any, s: Schedule) -> Callable[..., None]:
-    """The kernel of a function."""
-    return _entry_of(p.declaration)
-
-
-@functools.lru_cache(maxsize=256)
-def _entry_of(kernel: Any) -> Callable[..., None]:
-    arrays = "".join(f"{each}: ct.Array, " for each in kernel.mod_arrays)
-    text = SOURCE.format(arrays=arrays, names="".join(f"{each}, " for each in kernel.mod_arrays))
-    return compiled(f"<{kernel.name}>", text, {**globals(), "MASK": kernel.mods[1]}, "block_lists")
 
 
 def grid(p: Any, s: Schedule, device: Any) -> tuple[int, int, int]:

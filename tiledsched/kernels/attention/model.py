@@ -34,6 +34,7 @@ from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, Res
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
+from tiledsched.kernels.attention.similarity import skips_keys
 from tiledsched.kernels.attention.tiling import (
     ROWS_PER_WARP,
     combines_later,
@@ -49,6 +50,8 @@ FP32_PER_SCORE = 4.0
 """fp32 instructions per score: maximum, scale and subtract, sum, and two for a pair's conversion at half rate."""
 FP32_PER_MASKED_SCORE = 4.0
 """Further fp32 instructions per score of a masked step: column index, comparison at half rate, select."""
+FP32_PER_FUNCTION = 4.0
+"""fp32 instructions per score of an author's function, about as many as a mask takes. A guess, never measured."""
 FP32_PER_ACCUMULATOR = 1.0
 """Rescaling of the output accumulator, per element and step."""
 DRAM_EFFICIENCY = 0.92
@@ -175,7 +178,7 @@ def estimate_us(
     rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(problem, schedule)
     resident = facts.resident(spec.arch)
     turn = steps_per_turn(schedule)
-    masked = problem.causal or problem.spanned or problem.seq_k % (step_n * turn) != 0
+    masked = problem.causal or problem.spanned or problem.mask_mod or problem.seq_k % (step_n * turn) != 0
     split = bool(schedule["loop_split"])
     # cycles[k]: a step of every block while k blocks share an SM.
     cycles = [step_cycles(problem, schedule, facts, spec, k, masked=masked and not split) for k in range(resident + 1)]
@@ -188,9 +191,8 @@ def estimate_us(
         step_n=step_n,
         seq_q=problem.mean_rows,
         seq_k=problem.mean_keys,
-        causal=problem.causal,
-        first_key=problem.window_right
-        + (problem.mean_keys - problem.mean_rows if problem.alignment == "bottom_right" else 0),
+        causal=skips_keys(problem),
+        first_key=_first_key(problem),
         heads=problem.sequences * packs(problem, schedule),
         splits=shares,
         order=str(schedule["block_order"]),
@@ -213,6 +215,15 @@ def estimate_us(
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
     combined_us = (COMBINE_US if combines_later(problem, schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
     return LAUNCH_US + combined_us + smooth_max(compute_us, memory_us)
+
+
+def _first_key(problem: Problem) -> int:
+    """Keys after its own that row 0 sees under a causal mask. What lists of blocks hold is not known: they count as such a mask,
+    whose last row sees every key, because the winners that serve first were measured under one."""
+    after = problem.mean_keys - problem.mean_rows
+    if problem.listed and not problem.causal:
+        return max(0, after)
+    return int(problem.window_right + (after if problem.alignment == "bottom_right" else 0))
 
 
 def block_rows(schedule: Schedule) -> int:
@@ -273,7 +284,7 @@ def step_cycles(
     tensor = max(2.0 * scores * (columns_k + columns_v) / (rate * EFFICIENCY), operands / spec.shared_bytes)
     exp2 = scores * (CAPPED_EXP2 if problem.softcap else 1.0) / spec.exp2_ops
     fp32 = (
-        scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0))
+        scores * (FP32_PER_SCORE + (FP32_PER_MASKED_SCORE if masked else 0.0) + _fp32_of_functions(problem, masked))
         + rows * FP32_PER_ROW
         + rows * columns_v * FP32_PER_ACCUMULATOR
     ) / spec.fp32_ops
@@ -296,6 +307,11 @@ def step_cycles(
         )
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)
     return smooth_max(alone, shared)
+
+
+def _fp32_of_functions(problem: Problem, masked: bool) -> float:
+    """fp32 instructions per score that the functions of an author take in a step."""
+    return FP32_PER_FUNCTION * (problem.score_mod + (problem.mask_mod and masked))
 
 
 def _waiting(pace: float, query_bytes: float, tile_bytes: float, facts: ResourceFacts) -> float:

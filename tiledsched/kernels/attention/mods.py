@@ -66,7 +66,7 @@ def variant_of(place, head, batch, offset, features, const):
     if const.PACK > 1:
         row = ct.arange(const.TILE_M, dtype=ct.int32)[:, None] // (const.TILE_M // const.PACK)
         heads = head * const.GROUP + row
-    shift = offset if const.CAUSAL and (const.BOTTOM_RIGHT or const.WINDOW_RIGHT) else 0
+    shift = offset if const.CAUSAL and const.BOTTOM_RIGHT else 0
     at, partial, total = (0, 0, 0), 0, 0
     if const.BLOCK_ROWS:
         row = place * rows_of_work(const) // const.BLOCK_ROWS
@@ -79,13 +79,16 @@ def variant_of(place, head, batch, offset, features, const):
 
 
 def listed_steps(variant, const):
-    """(steps that need no mask, steps) of the work tile of a list. There is one step at least, which is masked."""
+    """(steps that need no mask, steps) of the work tile of a list."""
     each = steps_of_block(const)
-    return (variant.total - variant.partial) * each, max(variant.total * each, 1)
+    steps = variant.total * each
+    if const.QK_AHEAD:  # which makes the scores of a step ahead
+        steps = max(steps, 1)
+    return (variant.total - variant.partial) * each, steps
 
 
 def listed_step(variant, i, const):
-    """Which step over all keys the `i`-th step of a list is. Of an empty list it is the first, all of which is masked."""
+    """Which step over all keys the `i`-th step of a list is. The step of an empty list is masked."""
     each = steps_of_block(const)
     place = i // each
     if place >= variant.partial:
@@ -112,6 +115,6 @@ def seen_by_mod(columns, rows, keys, const):
     """Whether each row sees each key of a tile, as the author's function says."""
     variant = keys.variant
     visible = variant.mods.mask(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
-    if const.BLOCK_ROWS:
+    if const.BLOCK_ROWS and const.QK_AHEAD:  # the step of an empty list
         visible = visible & (variant.total > 0)
     return visible

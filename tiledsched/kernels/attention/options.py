@@ -78,6 +78,8 @@ ARRAYS: dict[str, Any] = {name: each for name, each in _declared if isinstance(e
 """The arrays of features, in the order of the arguments."""
 PADDED_ARRAYS = tuple(name for name, each in ARRAYS.items() if each.when in FIELDS)
 """The arrays of kernels with features; kernels of packed sequences and pages have the others, too."""
+VARIANT_ARRAYS = (*PADDED_ARRAYS, "Blocks")
+"""The optional arrays of kernels with an author's own functions, but for those that the functions take."""
 SCHEMA = ", ".join(
     f"{_types[(get_args(note) or [note])[0]]} {name}={FeatureArguments._field_defaults[name]}"
     for name, note in _notes.items()

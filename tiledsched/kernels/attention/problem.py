@@ -195,6 +195,8 @@ DERIVED = {
         getattr(p, name) for name in FIELDS if name != "page"
     ),  # whether it is more than plain attention
     "is_varlen": lambda p: bool(p.packed or p.page),  # whether sequences do not lie one in each entry of a batch
+    "score_mod": lambda p: False,  # whether a function of an author's changes scores, and one hides keys
+    "mask_mod": lambda p: False,
     "listed": lambda p: False,  # whether there are lists of the blocks that are not empty
     "spanned": lambda p: bool(
         p.window or p.starts or p.lengths or p.packed

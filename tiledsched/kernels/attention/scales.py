@@ -23,6 +23,8 @@ def default_scale(problem: Problem) -> float:
 def scales(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[float, float]:
     """The two arguments of a launch by which scores are multiplied: `scale_log2` and `cap_scale`.
 
+    An author's function of scores is given `cap_scale` times the score, the softmax scale, and `scale_log2` is log2(e).
+
     Without softcap, `scale_log2` is the softmax scale times log2(e), and `cap_scale` is 0. With softcap, `scale_log2` is the cap
     times log2(e), and `cap_scale` is the factor by which a score is multiplied before its tanh is taken.
 
@@ -37,6 +39,8 @@ def scales(p: Problem, scale: float | None = None, cap: float | None = None) -> 
     value = (default_scale(p) if scale is None else scale) * LOG2_E
     if not SMALLEST_NORMAL < value < LARGEST_FLOAT:
         raise ProblemError(f"the softmax scale must be positive and a normal float32, got {scale!r}")
+    if getattr(p.declaration, "mods", (None,))[0] is not None:
+        return LOG2_E, value / LOG2_E
     if not p.softcap:
         return value, 0.0
     limit = DEFAULT_CAP if cap is None else cap

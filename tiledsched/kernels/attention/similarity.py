@@ -38,20 +38,20 @@ class AttentionSimilarity(Similarity):
         element type.
         """
         rows = octaves_apart(p.batch * p.heads * p.seq_q, q.batch * q.heads * q.seq_q)
-        distance = 0.2 * octaves_apart(p.tile_d, q.tile_d) + 0.1 * (p.causal != q.causal) + 0.1 * rows
+        distance = 0.2 * octaves_apart(p.tile_d, q.tile_d) + 0.1 * (skips_keys(p) != skips_keys(q)) + 0.1 * rows
         distance += 0.1 * feature_distance(p, q)
         return math.exp(-distance - 0.02 * octaves_apart(p.mean_keys, q.mean_keys) - 0.02 * (p.dtype != q.dtype))
 
     def kind(self, p: Any) -> tuple[bool, int, bool, bool, bool]:
         """What two problems must share so that the winner of one says much about the other.
 
-        It is the mask; the padded head dimension; whether there are few query rows; if there are many, whether heads are padded,
-        because padded heads are loaded in column parts and leave other tiles room; and whether threads copy rows. Of few rows, a
-        mask that ends at the last key hides next to nothing, and counts as none.
+        It is whether a mask skips keys; the padded head dimension; whether there are few query rows; if there are many, whether
+        heads are padded, because padded heads are loaded in column parts and leave other tiles room; and whether threads copy
+        rows. Of few rows, a mask that ends at the last key hides next to nothing, and counts as none.
         """
         few = p.mean_rows <= FEW_ROWS
         return (
-            p.causal and not (few and p.alignment == "bottom_right"),
+            skips_keys(p) and not (few and p.alignment == "bottom_right"),
             p.tile_d,
             few,
             not few and p.head_dim != p.tile_d,
@@ -80,7 +80,7 @@ class AttentionSimilarity(Similarity):
         blocks = octaves_apart(one, another)
         other = (
             0.1 * (p.dtype != q.dtype)
-            + 0.1 * (p.causal != q.causal)
+            + 0.1 * (skips_keys(p) != skips_keys(q))
             + 0.1 * (p.group != q.group)
             + 0.3 * (p.head_dim != q.head_dim)
         )
@@ -124,7 +124,7 @@ class AttentionSimilarity(Similarity):
         Where no tile of keys is cut off, as on `p`, that loop changes nothing. On `q`, where one is, every step of `s` masks,
         which costs too much if there are many keys.
         """
-        masked = any(each.causal or each.spanned for each in (p, q))
+        masked = any(skips_keys(each) or each.spanned for each in (p, q))
         if masked or s["loop_split"] or q.mean_rows <= FEW_ROWS or q.mean_keys <= FEW_KEYS:
             return ()
         turn = s.number("tile_n") * s.number("kv_subtiles") * steps_per_turn(s)
@@ -168,6 +168,13 @@ def copies_rows(p: Any) -> bool:
     Tiles that just fit the registers otherwise then spill, and compile for minutes.
     """
     return any(columns * p.element_bytes % ALIGNMENT for columns in (p.head_dim, p.value_columns))
+
+
+def skips_keys(p: Any) -> bool:
+    """Whether blocks of rows differ in how many keys they see: under a causal mask, and where lists say which keys are worth a
+    visit. Both mask some steps, may have a loop of their own for these, and may start with the longest blocks.
+    """
+    return bool(p.causal or p.listed)
 
 
 def octaves_apart(first: int, second: int) -> float:

@@ -327,6 +327,8 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
         scale_log2 = ct.where(scale_log2 > 0.0, 1.0, 2.0)
     if const.BLOCK_ROWS:
         first_masked, steps = listed_steps(variant, const)
+        if const.LENGTHS and K.shape[2] == 0:  # then there is no tile to load
+            steps = 0
     elif const.MASK_MOD:  # which may hide any key
         first_masked = 0
     if const.UNROLL > 1:  # whole turns; what is too much is masked
@@ -557,10 +559,10 @@ def key_tile(keys, i, t, const):
         i = keys.steps - 1 - i
     elif const.KV_DIRECTION >= SAWTOOTH:
         i = i + keys.odd * (keys.steps - 1 - 2 * i)
+    if const.WINDOW:
+        i = i + keys.span.first
     if const.BLOCK_ROWS:
         i = listed_step(keys.variant, i, const)
-    elif const.WINDOW:
-        i = i + keys.span.first
     return i if const.KV_SUBTILES == 1 else i * const.KV_SUBTILES + t
 
 
@@ -572,8 +574,7 @@ def existing_tile(keys, i, t, const):
         return j
     if const.PAGE:
         return min(j, max(ct.cdiv(keys.span.end, const.TILE_N) - 1, 0))
-    last = ct.cdiv(keys.K.shape[2], const.TILE_N) - 1
-    return min(j, max(last, 0) if const.BLOCK_ROWS else last)  # of an empty sequence, a list takes a step, too
+    return min(j, ct.cdiv(keys.K.shape[2], const.TILE_N) - 1)
 
 
 def products(queries, keys, i, const):

@@ -8,34 +8,38 @@ arguments, whose contents compile nothing anew.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy
 
 import tiledsched.core.fields as ts
-from tiledsched.core.blame import author_line, function_line
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cases import Case, drawn, random_inputs
-from tiledsched.core.errors import DeclarationError, ProblemError
+from tiledsched.core.errors import DeclarationError, ProblemError, author_line, function_line
 from tiledsched.core.fields import ArrayField
+from tiledsched.core.kernel import check_array
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_library
-from tiledsched.core.storage import to_float, to_host, to_storage
+from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.inputs import adversarial_case, places
+from tiledsched.kernels.attention.options import VARIANT_ARRAYS
 from tiledsched.kernels.attention.reference import ROWS_PER_CHUNK, attention_and_lse
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention.tiling import combines_later, splits
+from tiledsched.kernels.attention.variant_tuning import tuning_traits
 
 BLOCK = 128
 """Query rows and keys of a block in lists of blocks."""
@@ -43,6 +47,8 @@ HEAD = 2
 """Numbers of a list before those of blocks; see :mod:`tiledsched.kernels.attention.mods`."""
 PAIRS_AT_ONCE = 1 << 22
 """Most pairs of row and key for which a function is evaluated together; each takes about 50 bytes meanwhile."""
+WIDE_ARRAY = "Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]"
+"""The type of an array of more than 2**31 - 1 elements, in the text of kernels."""
 MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
 """What a function that hides keys is given, before the arrays."""
 PLAIN = (bool, int, float, str, type(None))
@@ -50,6 +56,9 @@ REFUSED = (
     "it must be a function with a name in a file (def {example}(...): ...), a function that such a function returns, or a frozen "
     "dataclass with __call__"
 )
+MAX_FUNCTIONS = 1024
+"""Pairs of functions that are found without reading their text: a function may be made anew in each call."""
+TAKEN = "from around it a function takes numbers, text, tuples of these and functions; pass an array in arrays=..."
 _known: dict[str, KernelClass] = {}
 
 
@@ -79,9 +88,15 @@ def code_of(function: Any, what: str) -> list[Any]:
             own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
             parts = [visit(each, f"{where}, which holds {name}") for name, each in own.items()]
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
-        if isinstance(value, ModuleType) or is_library(str(getattr(value, "__module__", None) or "")):
-            return getattr(value, "__qualname__", getattr(value, "__name__", repr(value)))
-        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; " + REFUSED.format(example=what))
+        module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
+        if is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
+            return f"{module}.{getattr(value, '__qualname__', value)}"
+        if isinstance(value, ModuleType):
+            raise DeclarationError(
+                f"{where}: what it takes of the module {module} is not known; write: from {module} import NAME"
+            )
+        wanted = REFUSED.format(example=what) if where == what else TAKEN
+        raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; {wanted}")
 
     def taken_by(each: FunctionType, where: str) -> list[Any]:
         outer = inspect.getclosurevars(inspect.unwrap(each))
@@ -100,11 +115,16 @@ def source_of(function: FunctionType, what: str) -> str:
         DeclarationError: its text lies in no file.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return _text_of(inspect.unwrap(function).__code__)
     except (OSError, SyntaxError, TypeError) as error:
         raise DeclarationError(
             f"{what}: the text of {function.__qualname__} lies in no file, and the compiler reads it; put it into one"
         ) from error
+
+
+@functools.lru_cache(maxsize=1024)  # functions that another returns in each call have one code
+def _text_of(code: CodeType) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (
@@ -168,11 +188,9 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) ->
     """
     if score_mod is None and mask_mod is None:
         raise DeclarationError("give score_mod or mask_mod; attention without either is tiledsched.sdpa")
-    key = (score_mod, mask_mod, *arrays)
-    try:
-        return _by_functions[key]
-    except (KeyError, TypeError):
-        pass
+    key = (id(score_mod), id(mask_mod), *arrays)
+    if key in _by_functions:
+        return _by_functions[key][0]
     given = {"score_mod": score_mod, "mask_mod": mask_mod}
     code = {what: code_of(each, what) for what, each in given.items() if each is not None}
     for what in code:
@@ -181,13 +199,18 @@ def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) ->
     words = "_".join(dict.fromkeys(word_of(given[what]) for what in code))
     name = f"flex_{words}_{identity}"
     if name not in _known:
+        try_out({what: given[what] for what in code}, arrays)
         _known[name] = make(name, identity, score_mod, mask_mod, arrays)
     found = _known[name]
-    _by_functions[key] = found
+    if len(_by_functions) >= MAX_FUNCTIONS:
+        _by_functions.clear()
+    _by_functions[key] = found, score_mod, mask_mod
     return found
 
 
-_by_functions: dict[Any, KernelClass] = {}
+_by_functions: dict[Any, tuple[KernelClass, Any, Any]] = {}
+"""Kernels by the identity of their functions, which are held so that no other object takes it. Functions that are equal may be
+different code: `Scale(1) == Scale(1.0)`, for a dataclass."""
 
 
 def word_of(function: Any) -> str:
@@ -209,21 +232,34 @@ def check_parameters(function: Any, what: str, count: int) -> None:
         raise DeclarationError(f"{what}: {word_of(function)} must take ({wanted}): {error}") from error
 
 
-def reads(function: Any, name: str) -> bool:
-    """Whether a function reads what it is given in the place of one of :data:`MASK_PARAMETERS`."""
-    code = getattr(function, "__code__", None)
-    if code is None:  # an object
+def reads(function: Any, place: int) -> bool:
+    """Whether a function reads its argument at a place, or passes it to one that does."""
+    if not isinstance(function, FunctionType):
+        function, place = type(function).__call__, place + 1
+    if place >= function.__code__.co_argcount:  # one of *arrays
         return True
-    own = code.co_varnames[MASK_PARAMETERS.index(name)]
-    tree = ast.parse(source_of(function, "mask_mod"))
-    return any(isinstance(each, ast.Name) and each.id == own for each in ast.walk(tree))
+    own, outer = function.__code__.co_varnames[place], inspect.getclosurevars(function)
+    known = {
+        name: each for name, each in {**outer.globals, **outer.nonlocals}.items() if isinstance(each, FunctionType)
+    }
+    nodes = list(ast.walk(ast.parse(source_of(function, "mask_mod"))))
+    mentions = {each for each in nodes if isinstance(each, ast.Name) and each.id == own}
+    for call in nodes:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in known:
+            plain = itertools.takewhile(lambda each: not isinstance(each, ast.Starred), call.args)
+            mentions -= {
+                each for at, each in enumerate(plain) if each in mentions and not reads(known[call.func.id], at)
+            }
+    return bool(mentions)
 
 
 def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) -> None:
     """Give the arrays of a kernel the names and shapes that its author declares, for inputs that a tune makes."""
+    for name, each in fields.items():
+        check_array(kernel, f"arrays: {name}", each)
     own = dict(zip(kernel.mod_arrays, fields.values(), strict=True))  # type: ignore[attr-defined]
     kernel.array_fields = {**kernel.array_fields, **own}
-    kernel.declared_in = module  # type: ignore[attr-defined]
+    kernel.declared_in = module
 
 
 def array_fields_of(
@@ -240,20 +276,21 @@ def array_fields_of(
 def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
     """A new kernel; see :func:`variant`."""
     names, fields, sides = array_fields_of(arrays)
-    per_batch = mask_mod is not None and reads(mask_mod, "b")
-    per_head = mask_mod is not None and reads(mask_mod, "h")
+    per_batch = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("b"))
+    per_head = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("h"))
     listed = lambda p: mask_mod is not None and p.seq_q > FEW_ROWS  # noqa: E731
     body = {
         "__module__": __name__,
         "__doc__": f"Attention with {name.removeprefix('flex_').rpartition('_')[0]}.",
         "name": name,
-        "suites": {},
-        "default_suite": "",
+        **tuning_traits(score_mod, mask_mod),
         "derived": Attention.derived
         | sides
         | {
             "has_features": lambda p: True,
             "listed": listed,
+            "score_mod": lambda p: score_mod is not None,
+            "mask_mod": lambda p: mask_mod is not None,
             "mask_batch": lambda p: p.batch if per_batch else 1,
             "mask_heads": lambda p: p.heads if per_head else 1,
             "row_blocks": lambda p: -(-p.seq_q // BLOCK),
@@ -263,7 +300,6 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
         "mods": (score_mod, mask_mod),
         "mod_arrays": names,
         "identity": identity,
-        "declared_in": "",
         "Blocks": ts.array("mask_batch mask_heads row_blocks list_length", dtype="int32", when="listed"),
         "scale_log2": ts.scalar(lambda p: LOG2_E if score_mod else default_scale(p) * LOG2_E, dtype="float32"),
         "cap_scale": ts.scalar(lambda p: default_scale(p) if score_mod else 0.0, dtype="float32"),
@@ -294,7 +330,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ProblemError: one of them is asked for.
     """
-    for refused in ("softcap", "starts", "packed", "page"):
+    for refused in ("softcap", "window", "window_right", "starts", "packed", "page"):
         if values[refused]:
             raise ProblemError(f"{refused} is not combined with score_mod and mask_mod; say it in one of them")
     return problem.canonical(values)
@@ -304,7 +340,6 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     """The compile-time constants, as the kernels name them."""
     score_mod, mask_mod = p.declaration.mods
     size = BLOCK if p.listed else 0
-    full = size and not (p.causal or p.lengths)  # whether the list says which steps need no mask
     more = {
         "SCORE_MOD": score_mod is not None,
         "MASK_MOD": mask_mod is not None,
@@ -314,26 +349,30 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     found = {**Attention.constants(p, s), **more}
     return found | {
         "EVEN": found["EVEN"] and (not size or p.seq_k % size == 0),
-        "LOOP_SPLIT": found["LOOP_SPLIT"] and bool(mask_mod is None or full),
+        "LOOP_SPLIT": found["LOOP_SPLIT"]
+        and not (size and (p.causal or p.lengths)),  # lists know the author's mask only
     }
 
 
 def entry(p: Any, s: Schedule) -> Callable[..., None]:
     """The kernel of a problem and schedule."""
     ending = "_share" if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
-    return entry_of(p.declaration, ending, p.wide)
+    given = tuple([each for each in VARIANT_ARRAYS if p.declaration.present(each, p)])
+    return entry_of(p.declaration, ending, given, p.wide)
 
 
 @functools.lru_cache(maxsize=256)
-def entry_of(kernel: Any, ending: str, wide: bool) -> Callable[..., None]:
+def entry_of(kernel: Any, ending: str, given: tuple[str, ...], wide: bool) -> Callable[..., None]:
     """The kernel function with the functions of an author, from text that cuTile finds where Python keeps the text of modules."""
     from tiledsched.kernels.attention import entries, mods
     from tiledsched.kernels.attention.entries_source import VARIANT, compiled, variant_source
 
     names: dict[str, Any] = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
-    text = variant_source(ending, kernel.mod_arrays)
-    found = compiled(f"<{kernel.name}{ending}>", text, names, f"{VARIANT}{ending}")
+    text = variant_source(ending, given, kernel.mod_arrays)
+    found = compiled(f"<{kernel.name}{ending} {' '.join(given)}>", text, names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
+    if wide:
+        wider.__annotations__.update(dict.fromkeys(kernel.mod_arrays, WIDE_ARRAY))
     return wider
 
 
@@ -381,13 +420,12 @@ def drawn_arrays(xp: Any, rng: Any, p: Any) -> tuple[dict[str, Any], dict[str, A
 
 def blocks_of(xp: Any, p: Any, arrays: Mapping[str, Any], batches: int, heads: int) -> Any:
     """The lists of blocks of a problem, for so many sequences and heads, from what the author's function says of each pair."""
-    found = numpy.empty((batches, heads, p.row_blocks, p.list_length), numpy.int32)
+    found = xp.empty((batches, heads, p.row_blocks, p.list_length), numpy.int32)
     for b, h in numpy.ndindex(batches, heads):
         for first in range(0, p.seq_q, chunk := -(-rows_at_once(p.seq_k) // BLOCK) * BLOCK):
             visible = mask_of_rows(xp, p, arrays, b, h, first, min(chunk, p.seq_q - first))
-            part = list_blocks(xp, visible[None, None])
-            found[b, h, first // BLOCK : first // BLOCK + part.shape[2]] = part[0, 0]
-    return xp.asarray(found)
+            found[b, h, first // BLOCK : (first + chunk) // BLOCK] = list_blocks(xp, visible[None, None])[0, 0]
+    return found
 
 
 def rows_at_once(seq_k: int) -> int:
@@ -401,7 +439,13 @@ def mask_of_rows(xp: Any, p: Any, arrays: Mapping[str, Any], b: int, h: int, fir
         scores = xp.zeros((count, p.seq_k), numpy.float32)
         applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=False)
         return xp.isfinite(scores)
-    return evaluated(p.declaration, "mask_mod", *indices(p, b, h, first, count), arrays=arrays)
+    mask_mod = p.declaration.mods[1]
+    return evaluated(mask_mod, "mask_mod", *indices(p, b, h, first, count), arrays=in_order(p, arrays))
+
+
+def in_order(p: Any, arrays: Mapping[str, Any]) -> list[Any]:
+    """The arrays that the functions of an author take."""
+    return [arrays[name] for name in p.declaration.mod_arrays]
 
 
 def applied_on_gpu(xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], *place: int, scored: bool) -> Any:
@@ -418,44 +462,72 @@ def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
     return b, h, rows[:, None], numpy.arange(p.seq_k, dtype=numpy.int32)[None]
 
 
-def evaluated(kernel: Any, what: str, *values: Any, arrays: Mapping[str, Any]) -> Any:
+def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> Any:
     """What a function of an author's returns for arrays of any size, in NumPy.
 
     Raises:
-        DeclarationError: it fails, or what it returns has another shape; the message begins with its place.
+        DeclarationError: it fails, returns another shape, or is a mask that is not boolean; the message begins with the place.
     """
     from tiledsched.interpreter import InterpreterError, evaluate
+    from tiledsched.interpreter.values import OutsideError, UnsupportedOperationError
 
-    function = kernel.mods[what == "mask_mod"]
+    written = function if isinstance(function, FunctionType) else type(function).__call__
     try:
-        return evaluate(function, *values, arrays=[arrays[name] for name in kernel.mod_arrays])
+        found = evaluate(function, *values, arrays=arrays)
+    except (OutsideError, UnsupportedOperationError):
+        raise
     except InterpreterError as error:
-        written = function if isinstance(function, FunctionType) else type(function).__call__
         place = author_line(error.__cause__ or error) or function_line(written)
         raise DeclarationError(f"{place}: {what}: {str(error).removesuffix(f' ({place})')}") from error
+    if what == "mask_mod" and found.dtype != bool:
+        raise DeclarationError(
+            f"{function_line(written)}: mask_mod: {word_of(function)} must return booleans, as comparisons do, got {found.dtype}"
+        )
+    return found
+
+
+def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> None:
+    """Evaluate the functions of an author on a few rows and keys and on arrays of zeros, so that an error names the line before
+    anything is compiled.
+
+    Raises:
+        DeclarationError: as :func:`evaluated`.
+    """
+    from tiledsched.interpreter.launch import element_type
+    from tiledsched.interpreter.values import OutsideError, UnsupportedOperationError
+
+    zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
+    rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
+    for what, function in functions.items():
+        scores = [numpy.zeros((4, 4), numpy.float32)] if what == "score_mod" else []
+        with contextlib.suppress(
+            OutsideError, UnsupportedOperationError
+        ):  # only a call knows sizes and the compiler's words
+            evaluated(function, what, *scores, 0, 0, rows, keys, arrays=zeros)
 
 
 def reference(
     xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Any, **arrays: Any
 ) -> tuple[Any, Any]:
     """The output and the log-sum-exp of each row in the precision of the inputs, with the author's own functions."""
-    kernel, (score_mod, mask_mod) = p.declaration, p.declaration.mods
-    last: dict[Any, Any] = {}
+    score_mod, mask_mod = p.declaration.mods
 
+    @functools.lru_cache(maxsize=1)  # heads follow each other, which may have one mask
     def visible(b: int, h: int, first: int, count: int) -> Any:
-        place = b % p.mask_batch, h % p.mask_heads, first
-        if place not in last:
-            last.clear()
-            last[place] = mask_of_rows(xp, p, arrays, b, h, first, count)
-        return last[place]
+        return mask_of_rows(xp, p, arrays, b, h, first, count)
 
     def modified(scores: Any, b: int, h: int, first: int) -> Any:
         count = len(scores)
         if xp is not numpy:
-            return applied_on_gpu(xp, kernel, scores, arrays, b, h, first, scored=score_mod is not None)
+            return applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=score_mod is not None)
         if score_mod is not None:
-            scores = evaluated(kernel, "score_mod", scores, *indices(p, b, h, first, count), arrays=arrays)
-        return scores if mask_mod is None else xp.where(visible(b, h, first, count), scores, -xp.inf)
+            given = (scores, *indices(p, b, h, first, count))
+            scores = evaluated(score_mod, "score_mod", *given, arrays=in_order(p, arrays))
+        return (
+            scores
+            if mask_mod is None
+            else xp.where(visible(b % p.mask_batch, h % p.mask_heads, first, count), scores, -xp.inf)
+        )
 
     out, lse = attention_and_lse(
         xp,
@@ -496,16 +568,15 @@ def list_blocks(xp: Any, visible: Any) -> Any:
     """The lists of blocks of a mask `[batches, heads, seq_q, seq_k]`; see :mod:`tiledsched.kernels.attention.mods`."""
     batches, heads, rows, keys = visible.shape
     row_blocks, key_blocks = -(-rows // BLOCK), -(-keys // BLOCK)
-    found = numpy.zeros((batches, heads, row_blocks, HEAD + key_blocks), numpy.int32)
-    for b, h, block in numpy.ndindex(batches, heads, row_blocks):
-        part = visible[b, h, block * BLOCK : (block + 1) * BLOCK]
-        padded = xp.zeros((len(part), key_blocks * BLOCK), bool)  # no block is full that crosses the last key
-        padded[:, :keys] = part
-        sides = padded.reshape(len(part), key_blocks, BLOCK)
-        some, every = to_host(sides.any(axis=(0, 2))), to_host(sides.all(axis=(0, 2)))
-        partial, full = (numpy.flatnonzero(each) for each in (some & ~every, every))
-        found[b, h, block, :HEAD] = len(partial), len(partial) + len(full)
-        found[b, h, block, HEAD : HEAD + len(partial)] = partial
-        if len(full):
-            found[b, h, block, -len(full) :] = full[::-1]
-    return found
+    padded = xp.zeros((batches, heads, row_blocks * BLOCK, key_blocks * BLOCK), bool)
+    padded[:, :, :rows, :keys] = visible
+    pairs = padded.reshape(batches, heads, row_blocks, BLOCK, key_blocks, BLOCK).sum(axis=(3, 5))
+    block, all_pairs = xp.arange(key_blocks), BLOCK * xp.minimum(rows - BLOCK * xp.arange(row_blocks), BLOCK)[:, None]
+    partial, full = (pairs > 0) & (pairs < all_pairs), pairs == all_pairs
+    place = xp.where(
+        full, 2 * key_blocks - block, xp.where(partial, block, key_blocks)
+    )  # those in no list come between
+    order = xp.argsort(place, axis=-1)
+    listed = xp.where(xp.take_along_axis(pairs, order, axis=-1) > 0, order, 0)
+    counts = xp.stack([partial.sum(axis=-1), (pairs > 0).sum(axis=-1)], axis=-1)
+    return xp.concatenate([counts, listed], axis=-1).astype(numpy.int32)

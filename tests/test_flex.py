@@ -1,0 +1,545 @@
+"""An author's own attention: its kernel, the lists of blocks, its reference, and what is said of mistakes in its functions."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import cuda.tile as ct
+import numpy as np
+import pytest
+from tile_checks import mutated
+
+import tiledsched as ts
+from docs.examples.attention_variants import alibi, causal, dense_bias, same_document, tree
+from tiledsched.build.compiler import BuildTask, compile_schedule, compile_task
+from tiledsched.checking.interpreted import check_schedule
+from tiledsched.core.cases import call_reference, random_inputs
+from tiledsched.core.errors import DeclarationError
+from tiledsched.core.launches import signature, steps
+from tiledsched.core.space_files import space_for
+from tiledsched.interpreter import InterpreterError, SmallDevice, run_schedule
+from tiledsched.kernels.attention import lists, variants
+from tiledsched.kernels.attention.lists import lists_kernel
+from tiledsched.kernels.attention.variants import declare, flex_attention, list_blocks
+
+SLOPES = {"slopes": ts.array("heads", dtype="float32")}
+DOCUMENTS = {"documents": ts.array("batch seq_k", dtype="int32", below=3, sorted=True)}
+
+
+def window(size):
+    def near(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < size)
+
+    return near
+
+
+def nothing(b, h, q_idx, kv_idx):
+    return kv_idx < 0
+
+
+def everything(b, h, q_idx, kv_idx):
+    return kv_idx >= 0
+
+
+def late_rows(b, h, q_idx, kv_idx):
+    """The first block of rows sees no key."""
+    return (q_idx >= 130) & (kv_idx <= q_idx)
+
+
+def by_head(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx > 70 * h
+
+
+def by_sequence(b, h, q_idx, kv_idx):
+    return kv_idx >= 130 * b
+
+
+def slopes_and_documents(score, b, h, q_idx, kv_idx, slopes, documents):
+    return alibi(score, b, h, q_idx, kv_idx, slopes)
+
+
+def documents_after_slopes(b, h, q_idx, kv_idx, slopes, documents):
+    return ct.gather(documents, (b, q_idx)) == ct.gather(documents, (b, kv_idx))
+
+
+CAUSAL = flex_attention(mask_mod=causal)
+ALIBI = flex_attention(score_mod=alibi, arrays=SLOPES)
+SAME = flex_attention(mask_mod=same_document, arrays=DOCUMENTS)
+NEAR = flex_attention(mask_mod=window(40))
+LATE = flex_attention(mask_mod=late_rows)
+BY_HEAD = flex_attention(mask_mod=by_head)
+BY_SEQUENCE = flex_attention(mask_mod=by_sequence)
+BOTH = flex_attention(score_mod=slopes_and_documents, mask_mod=documents_after_slopes, arrays={**SLOPES, **DOCUMENTS})
+BIAS = flex_attention(score_mod=dense_bias, arrays={"bias": ts.array("1 heads seq_q seq_k", dtype="bfloat16")})
+TREE = flex_attention(
+    mask_mod=tree,
+    arrays={
+        "context": ts.array("batch", dtype="int32", least=60, below=90),
+        "ancestors": ts.array("batch seq_q seq_q", dtype="bool_"),
+    },
+)
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+AHEAD = {"qk_ahead": True, "tile_n": 32, "loop_split": True}
+UNEVEN = {"persistent": "snake", "block_order": "reversed", "loop_split": True}
+SPLIT = {"kv_splits": 2, "tma_loads": False, "tile_m": 16}
+LATER = {"kv_splits": 4, "kv_combine": "launch", "loop_split": True}
+PACK = {"pack_gqa": True, "tile_m": 64}
+GROUP = {"heads": 4, "kv_heads": 2}
+CASES = {
+    "documents": (SAME, {"batch": 2, **GROUP}, {}),
+    "documents ahead": (SAME, {"batch": 2, "seq_q": 300}, AHEAD),
+    "documents and lengths": (SAME, {"batch": 2, "lengths": True, "lse": True}, {"loop_split": True}),
+    "one row": (SAME, {"batch": 2, "seq_q": 1, **GROUP}, LATER),
+    "few rows": (SAME, {"batch": 2, "seq_q": 64, "lse": True}, {"loop_split": True}),
+    "bfloat16": (CAUSAL, {"dtype": "bfloat16", "head_dim": 40, "lse": True}, {"loop_split": True}),
+    "unbounded": (CAUSAL, {"seq_q": 256, "seq_k": 256}, {"q_subtiles": 2, "kv_subtiles": 2, "check_bounds": False}),
+    "uneven": (CAUSAL, {"seq_q": 300, "heads": 3, "kv_heads": 3}, UNEVEN),
+    "near": (NEAR, {"seq_q": 300}, {"tile_m": 128, "tile_n": 128, "loop_split": True}),
+    "near with sinks": (NEAR, {"seq_q": 300, "sinks": True, "lse": True}, AHEAD),
+    "two parts": (NEAR, {"seq_q": 64, "head_dim": 96}, SPLIT | {"column_parts": 2, "lazy_rescale": True}),
+    "late rows": (LATE, {"seq_q": 270, "seq_k": 256, "lse": True}, {"loop_split": True}),
+    "late rows ahead": (LATE, {"seq_q": 270, "seq_k": 256, "lse": True}, AHEAD),
+    "heads": (BY_HEAD, {**GROUP, "lse": True}, {"loop_split": True, "tile_n": 32}),
+    "packed heads": (BY_HEAD, {"seq_q": 16, "causal": True, **GROUP, "lse": True}, PACK | {"kv_direction": "backward"}),
+    "sequences": (BY_SEQUENCE, {"batch": 2, **GROUP}, {"loop_split": True}),
+    "slopes": (ALIBI, {"seq_q": 150, **GROUP, "dtype": "bfloat16"}, {"loop_split": True, "persistent": "strided"}),
+    "bottom right": (
+        ALIBI,
+        {"seq_q": 150, "causal": True, "alignment": "bottom_right", "lse": True},
+        {"loop_split": True},
+    ),
+    "packed slopes": (ALIBI, {"seq_q": 3, "heads": 6, "kv_heads": 2, "lse": True}, PACK),
+    "packed slopes of one row": (
+        ALIBI,
+        {"seq_q": 1, "heads": 4, "kv_heads": 1, "batch": 2, "lengths": True},
+        LATER | PACK,
+    ),
+    "both": (BOTH, {"batch": 2, "causal": True, "alignment": "bottom_right", **GROUP}, {"loop_split": True}),
+    "both packed": (BOTH, {"batch": 2, "seq_q": 64, **GROUP}, PACK),
+    "bias": (BIAS, {"seq_q": 150, **GROUP}, {"kv_direction": "sawtooth", "tile_n": 32}),
+    "tree": (TREE, {"seq_q": 8, "seq_k": 98, "batch": 2, **GROUP}, PACK),
+}
+"""Name -> a kernel, what its problem has besides odd sizes, and knobs."""
+
+
+def case_of(kernel, sizes, knobs):
+    """(problem, schedule)."""
+    p = kernel.problem(**{"seq_q": 200, "seq_k": 300, "head_dim": 32, "heads": 2, "kv_heads": 1} | sizes)
+    return p, space_for("sm_90", kernel).default(p).replace(**knobs)
+
+
+def attempt(kernel, p, s, **more):
+    """What is wrong with the outputs on random and adversarial inputs; nothing where they are right."""
+    return check_schedule(kernel, p, s, kinds=(), **more)[2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_variant_computes_what_its_functions_say(name):
+    kernel, sizes, knobs = CASES[name]
+    assert attempt(kernel, *case_of(kernel, sizes, knobs)) == ""
+
+
+def test_the_cases_keep_what_the_space_says_must_hold():
+    for kernel, sizes, knobs in CASES.values():
+        p, s = case_of(kernel, sizes, knobs)
+        assert space_for("sm_90", kernel).unworkable(s, p) == []
+
+
+def test_check_runs_a_variant_whole():
+    rows = list(ts.check(BOTH, schedules=1))
+    assert {row.problem for row in rows} == set(BOTH.small())
+    assert [row.message for row in rows if not row.passed] == []
+
+
+def given_lists(knobs):
+    """A pattern of blocks of one's own, with an empty list, for a function that lets all through."""
+    kernel = flex_attention(mask_mod=everything)
+    p, s = case_of(kernel, {"seq_k": 256, "lse": True}, knobs)
+    seen = np.zeros((1, 1, 200, 256), bool)
+    seen[..., :128, 128:] = True
+    compare(p, s, made(p) | {"Blocks": list_blocks(np, seen)}, seen)
+
+
+def without_keys(knobs):
+    """A sequence without keys beside one that has all, in lists that know of neither."""
+    p, s = case_of(SAME, {"batch": 2, "lengths": True, "lse": True}, knobs)
+    inputs = made(p)
+    inputs["Lengths"][:], inputs["array0"][:] = [0, 300], 0
+    inputs["Blocks"] = list_blocks(np, np.ones((2, 1, 200, 300), bool))
+    compare(p, s, inputs, np.array([False, True])[:, None, None, None])
+
+
+def compare(p, s, inputs, visible):
+    """Outputs with those of a textbook, and log-sum-exps where no key is visible."""
+    outputs = run_schedule(p.declaration, p, s, inputs)
+    right = plain(*(inputs[name].astype(float) for name in "QKV"), visible)
+    np.testing.assert_allclose(outputs["Out"].astype(float), right, atol=2e-3)
+    rows = np.broadcast_to(visible.any(-1, keepdims=True), outputs["Lse"].shape)
+    assert np.array_equal(np.isneginf(outputs["Lse"]), ~rows)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"loop_split": True}, AHEAD])
+def test_lists_that_are_given_hide_what_they_leave_out(knobs):
+    given_lists(knobs)
+
+
+def test_a_sequence_may_have_no_keys():
+    without_keys({})
+
+
+def test_sizes_of_arrays_that_nothing_declares_are_no_constants():
+    kernel = variants.variant(alibi, None, [(1, "float32")])
+    p, s = case_of(kernel, {}, {})
+    (step,) = steps(kernel, p, s, SmallDevice())
+    place = [each.name for each in step.arguments].index("array0")
+    assert signature(kernel, p, s, step).parameters[place].shape_constant == (None,)
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+def made(p, seed=0):
+    """Random inputs of a problem in float16, float32 and int32, as tile code reads them."""
+    return random_inputs(p.declaration, np, np.random.default_rng(seed), p)
+
+
+def plain(q, k, v, visible, bias=0.0):
+    """Attention in the words of a textbook."""
+    k, v = (np.repeat(each, q.shape[1] // k.shape[1], axis=1) for each in (k, v))
+    scores = np.where(visible, q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5 + bias, -np.inf)
+    weights = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e30))
+    return weights @ v / np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 1 << 12])
+def test_the_reference_is_attention_with_the_functions(monkeypatch, at_once):
+    monkeypatch.setattr(variants, "PAIRS_AT_ONCE", at_once)
+    p = BOTH.problem(seq_q=200, seq_k=300, head_dim=8, batch=2, **GROUP)
+    inputs = made(p)
+    read = {name: each.astype(float) if each.dtype.kind == "f" else each for name, each in inputs.items()}
+    slopes, documents = read["array0"], read["array1"]
+    rows, keys = np.arange(200)[:, None], np.arange(300)
+    visible = (documents[:, :200, None] == documents[:, None])[:, None]
+    bias = slopes[:, None, None] * (keys - rows)
+    out = call_reference(BOTH, np, p, read)[0]
+    np.testing.assert_allclose(out, plain(read["Q"], read["K"], read["V"], visible, bias), atol=1e-12)
+    assert np.array_equal(inputs["Blocks"], list_blocks(np, visible))
+
+
+def test_a_row_that_sees_nothing_has_zeros_and_no_weight():
+    p = LATE.problem(seq_q=140, seq_k=140, head_dim=8, lse=True)
+    out, lse = call_reference(LATE, np, p, {name: each.astype(float) for name, each in made(p).items()})
+    assert not out[:, :, :130].any()
+    assert np.isneginf(lse[:, :, :130]).all()
+    assert np.isfinite(lse[:, :, 130:]).all()
+
+
+# ---- lists of blocks -------------------------------------------------------------------------------------------------
+
+
+def all_but_one_pair(b, h, q_idx, kv_idx):
+    return (q_idx != 5) | (kv_idx != 7)
+
+
+def one_pair(b, h, q_idx, kv_idx):
+    return (q_idx == 5) & (kv_idx == 140)
+
+
+MASKS = {
+    "causal": (causal, {}),
+    "nothing": (nothing, {}),
+    "everything": (everything, {}),
+    "documents": (same_document, DOCUMENTS),
+    "late rows": (late_rows, {}),
+    "by head": (by_head, {}),
+    "by sequence": (by_sequence, {}),
+    "window": (window(40), {}),
+    "all but one pair": (all_but_one_pair, {}),
+    "one pair": (one_pair, {}),
+}
+SIZES = [(1, 1), (1, 300), (127, 129), (128, 128), (129, 1), (300, 300), (256, 256), (130, 257)]
+
+
+def lists_of(module, mask, fields):
+    """The kernel that fills lists, with declared arrays."""
+    kernel = module.lists_kernel(mask, [(variants.rank_of(each), each.dtype) for each in fields.values()])
+    declare(kernel, fields, __name__)
+    return kernel
+
+
+def all_lists(module, name, sizes=SIZES):
+    """What is wrong with the lists of a mask, of some sizes and every schedule."""
+    kernel = lists_of(module, *MASKS[name])
+    found = []
+    for rows, keys in sizes:
+        p = kernel.problem(seq_q=rows, seq_k=keys, batch=2, heads=3)
+        found += [attempt(kernel, p, s) for s in space_for("sm_90", kernel).schedules(p)]
+    return [message for message in found if message]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_lists_are_filled(name):
+    assert all_lists(lists, name) == []
+
+
+def test_a_list_says_which_blocks_are_seen_in_part_and_in_full():
+    rows, keys = np.arange(300)[:, None], np.arange(400)
+    first, second, third = list_blocks(np, (keys <= rows)[None, None])[0, 0].tolist()
+    assert first == [1, 1, 0, 0, 0, 0]
+    assert second == [1, 2, 1, 0, 0, 0]
+    assert third == [1, 3, 2, 0, 1, 0]  # the last rows see block 2 in part; 0 and 1 in full, from the back
+
+
+def test_lists_of_one_mask_are_one_kernel():
+    assert lists_kernel(window(40), []) is lists_kernel(window(40), [])
+    assert lists_kernel(window(40), []) is not lists_kernel(window(41), [])
+
+
+def both_of(one, other):
+    def mask_mod(b, h, q_idx, kv_idx, *arrays):
+        return one(b, h, q_idx, kv_idx, *arrays) & other(b, h, q_idx, kv_idx)
+
+    return mask_mod
+
+
+@dataclass(frozen=True)
+class Either:
+    """Masks in an object."""
+
+    size: int
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return by_sequence(b, h, q_idx, kv_idx) | (q_idx - kv_idx < self.size)
+
+
+@pytest.mark.parametrize(
+    ("mask", "count", "batches", "heads"),
+    [
+        (causal, 0, 1, 1),
+        (same_document, 1, 2, 1),
+        (by_head, 0, 1, 4),
+        (both_of(causal, window(9)), 0, 1, 1),
+        (both_of(same_document, causal), 1, 2, 1),
+        (both_of(causal, both_of(causal, by_head)), 0, 1, 4),
+        (Either(9), 0, 2, 1),
+    ],
+)
+def test_a_mask_has_lists_for_each_sequence_and_head_that_it_reads(mask, count, batches, heads):
+    p = variants.variant(None, mask, [(2, "int32")] * count).problem(seq_q=99, seq_k=9, head_dim=8, batch=2, heads=4)
+    assert (p.mask_batch, p.mask_heads) == (batches, heads)
+
+
+def test_the_lists_of_a_long_document_mask_take_less_than_a_mebibyte():
+    p = SAME.problem(seq_q=32768, seq_k=32768, head_dim=64, heads=16)
+    assert p.declaration.array_spec("Blocks", p, None).bytes < 1 << 20
+    assert variants.rows_at_once(32768) * 32768 <= variants.PAIRS_AT_ONCE
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
+def test_the_kernel_of_lists_compiles(arch):
+    kernel = lists_of(lists, *MASKS["documents"])
+    p = kernel.problem(seq_q=300, seq_k=300, batch=2)
+    assert compile_schedule(kernel, p, space_for(arch, kernel).default(p), arch).facts.spill_bytes == 0
+
+
+# ---- mistakes in the tile code ---------------------------------------------------------------------------------------
+
+MODULES = [
+    f"tiledsched.kernels.attention.{name}"
+    for name in ("scheduler", "mods", "packed", "features", "tiles", "split", "flat", "entries")
+]
+MUTATIONS = [
+    ("place >= variant.partial", "place > variant.partial", "uneven"),
+    ("HEAD - 1 - (place - variant.partial)", "HEAD - (place - variant.partial)", "uneven"),
+    ("HEAD + place), check_bounds=False)", "place), check_bounds=False)", "documents"),
+    ("* each + i % each", "* each", "documents"),
+    ("(variant.total - variant.partial) * each", "variant.total * each", "documents ahead"),
+    ("visible = visible & (variant.total > 0)", "pass", "empty"),
+    ("rows_of_work(const) // const.BLOCK_ROWS", "rows_of_work(const) // const.TILE_M", "documents"),
+    ("min(batch, features.Blocks.shape[0] - 1)", "0", "sequences"),
+    ("min(head, features.Blocks.shape[1] - 1)", "0", "heads"),
+    ("visible = visible & seen_by_mod(columns, rows, keys, const)", "pass", "bfloat16"),
+    ("elif const.MASK_MOD:  # which may hide any key\n        first_masked = 0", "", "few rows"),
+    ("scores * variant.scale", "scores", "slopes"),
+    ("rows - variant.offset, columns, *variant.arrays\n    )", "rows, columns, *variant.arrays)", "bottom right"),
+    ("heads, rows - variant.offset, columns, *variant.arrays)\n", "heads, rows, columns, *variant.arrays)\n", "both"),
+    ("heads = head * const.GROUP + row", "heads = head + row", "packed slopes"),
+    ("heads = head * const.GROUP + row", "heads = head * const.GROUP", "packed heads"),
+    ("K.shape[2] == 0:", "K.shape[2] < 0:", "no keys"),
+]
+"""What stands in the tile code, what is put in its place, and the case that notices it."""
+
+
+@contextlib.contextmanager
+def faulty(old, new):
+    variants.entry_of.cache_clear()
+    try:
+        with mutated(MODULES, old, new):
+            yield
+    finally:
+        variants.entry_of.cache_clear()
+
+
+@pytest.mark.parametrize(("old", "new", "case"), MUTATIONS)
+def test_a_fault_in_the_tile_code_is_noticed(old, new, case):
+    special = {"empty": given_lists, "no keys": without_keys}
+    with faulty(old, new), contextlib.suppress(InterpreterError):
+        if case in special:
+            with pytest.raises(AssertionError):
+                special[case](AHEAD if case == "empty" else {})
+            return
+        kernel, sizes, knobs = CASES[case]
+        assert attempt(kernel, *case_of(kernel, sizes, knobs))
+
+
+LIST_MUTATIONS = [
+    ("seen == pairs", "seen >= pairs - 1", "all but one pair"),
+    ("& (columns < seq_k)", "", "everything"),
+    ("& (rows < seq_q)", "", "everything"),
+    ("BLOCK) * BLOCK\n", "BLOCK) * BLOCK + 1\n", "everything"),
+    ("min(seq_q - place * BLOCK, BLOCK)", "BLOCK", "everything"),
+    ("HEAD + blocks - 1 - full", "HEAD + full", "causal"),
+    ("range(partial, blocks - full)", "range(partial, partial)", "nothing"),
+    ("range(partial, blocks - full)", "range(partial, blocks)", "causal"),
+    ("0), partial, check_bounds", "0), full, check_bounds", "causal"),
+    ("partial + full, check_bounds", "full, check_bounds", "causal"),
+    ("seen > 0", "seen > 1", "one pair"),
+    ("part * KEYS", "part", "window"),
+    ("mask(batch, head,", "mask(head, batch,", "by head"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "mask"), LIST_MUTATIONS)
+def test_a_fault_in_the_kernel_of_lists_is_noticed(old, new, mask):
+    with mutated([lists.__name__], old, new):
+        from tiledsched.kernels.attention import lists as copy
+
+        assert all_lists(copy, mask, [(129, 129), (300, 300), (256, 257)])
+
+
+@pytest.mark.parametrize("knobs", [{"loop_split": True}, AHEAD])
+def test_a_list_that_calls_a_partial_block_full_is_noticed(knobs):
+    p, s = case_of(CAUSAL, {}, knobs)
+    inputs = made(p)
+    blocks = inputs["Blocks"][0, 0]
+    assert blocks[1].tolist() == [1, 2, 1, 0, 0]
+    blocks[1] = [0, 2, 0, 0, 1]
+    out = run_schedule(CAUSAL, p, s, inputs)["Out"].astype(float)
+    right = call_reference(CAUSAL, np, p, {name: each.astype(float) for name, each in inputs.items()})[0]
+    assert np.abs(out - right)[:, :, :128].max() < 2e-3
+    assert np.abs(out - right)[:, :, 128:].max() > 0.1
+
+
+# ---- mistakes in an author's functions -------------------------------------------------------------------------------
+
+
+def of_its_tile(score, b, h, q_idx, kv_idx):
+    return score - ct.max(score)
+
+
+def mask_of_its_tile(b, h, q_idx, kv_idx):
+    return ct.max(kv_idx) > q_idx
+
+
+def by_width(score, b, h, q_idx, kv_idx):
+    return score * (32 / score.shape[1])
+
+
+def outside(b, h, q_idx, kv_idx, documents):
+    return ct.gather(documents, (b, kv_idx), check_bounds=False) == ct.gather(documents, (b, q_idx))
+
+
+def one_head(score, b, h, q_idx, kv_idx, slopes):
+    return score * ct.gather(slopes, h).reshape((1, 1))
+
+
+@pytest.mark.parametrize(
+    ("functions", "arrays", "place", "message"),
+    [
+        ({"score_mod": of_its_tile}, {}, 0, "relative error"),
+        ({"mask_mod": mask_of_its_tile}, {}, 0, "relative error"),
+        ({"score_mod": by_width}, {}, 0, "relative error"),
+        ({"mask_mod": outside}, DOCUMENTS, 0, "an index lies outside the shape"),
+        ({"score_mod": one_head}, SLOPES, 2, f"(test_flex.py, line {one_head.__code__.co_firstlineno + 1})"),
+    ],
+)
+def test_check_finds_a_mistake_in_a_function(functions, arrays, place, message):
+    """On one of the problems that a check runs."""
+    kernel = flex_attention(**functions, arrays=arrays)
+    rows = list(ts.check(kernel, [kernel.small()[place]], schedules=4))
+    assert any(message in row.message for row in rows if not row.passed)
+
+
+def misspelt(score, b, h, q_idx, kv_idx, slopes):
+    return score + ct.gathr(slopes, h)
+
+
+def inner(score):
+    return ct.expp(score)
+
+
+def through_another(score, b, h, q_idx, kv_idx, slopes):
+    return inner(score)
+
+
+def of_wrong_count(b, h, q_idx, kv_idx, documents):
+    return ct.gather(documents, (b, h, q_idx)) == 0
+
+
+def of_wrong_shape(score, b, h, q_idx, kv_idx, slopes):
+    return score + ct.zeros((16, 16), ct.float32)
+
+
+def returns_nothing(score, b, h, q_idx, kv_idx, slopes):
+    score + 1.0
+
+
+def returns_other_shape(score, b, h, q_idx, kv_idx, slopes):
+    return ct.zeros((16, 16), ct.float32)
+
+
+def returns_numbers(b, h, q_idx, kv_idx, documents):
+    return q_idx - kv_idx
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "message"),
+    [
+        (misspelt, misspelt, "module 'cuda.tile' has no attribute 'gathr' (did you mean 'gather'?)"),
+        (through_another, inner, "has no attribute 'expp'"),
+        (of_wrong_count, of_wrong_count, "has 2 axes; got 3 indices"),
+        (of_wrong_shape, of_wrong_shape, "shape"),
+        (returns_nothing, None, "expected a tile or a number, got NoneType"),
+        (returns_other_shape, None, "could not be broadcast"),
+        (returns_numbers, None, "must return booleans, as comparisons do, got int32"),
+    ],
+)
+def test_an_error_in_a_function_begins_with_its_line(function, line, message):
+    """Of what a function returns, with the line where the function begins."""
+    first = line.__code__.co_firstlineno + 1 if line else function.__code__.co_firstlineno
+    what, arrays = ("score_mod", SLOPES) if "score" in function.__code__.co_varnames else ("mask_mod", DOCUMENTS)
+    with pytest.raises(DeclarationError) as error:
+        flex_attention(**{what: function}, arrays=arrays)
+    assert str(error.value).startswith(f"test_flex.py, line {first}: {what}: ")
+    assert message in str(error.value)
+    if what == "mask_mod":
+        with pytest.raises(DeclarationError, match=f"^test_flex.py, line {first}: mask_mod: "):
+            lists_kernel(function, [(2, "int32")])
+
+
+def sorts(score, b, h, q_idx, kv_idx):
+    return score * sorted((2, 1))[0]
+
+
+SORTS = flex_attention(score_mod=sorts)
+
+
+@pytest.mark.compiler
+def test_what_only_the_compiler_refuses_is_told_with_its_line():
+    p, s = case_of(SORTS, {}, {})
+    found = compile_task(BuildTask(kernel=SORTS.locator(), problem=p, schedule=s, arch="sm_90"))
+    assert f"(test_flex.py, line {sorts.__code__.co_firstlineno + 1})" in found.failure.message
