@@ -43,17 +43,12 @@ def mask_at(mask, b, h, q_idx, kv_idx):
     return found
 
 
-def boolean_mask(b, h, q_idx, kv_idx, mask, *others):
+def boolean_mask(b, h, q_idx, kv_idx, mask):
     """The mask_mod of a boolean mask, as bytes, which the TMA unit loads: not 0 where a row sees a key."""
     return mask_at(mask, b, h, q_idx, kv_idx) != 0
 
 
-def additive_mask(score, b, h, q_idx, kv_idx, mask, *others):
+def additive_mask(score, b, h, q_idx, kv_idx, mask):
     """The score_mod of a mask of numbers, which are added to the scaled scores in float32; minus infinity hides a key."""
     added = mask_at(mask, b, h, q_idx, kv_idx).astype(ct.float32)
     return ct.where(added > -math.inf, ct.maximum(score + added, FLOOR), -math.inf)
-
-
-def additive_slope(score, b, h, q_idx, kv_idx, mask, *others):
-    """The derivative of :func:`additive_mask` in the score. (A hidden key's is 0, and so is its probability.)"""
-    return 1.0
