@@ -14,8 +14,8 @@ import math
 import cuda.tile as ct
 
 FLOOR = -2.3e38
-"""The lowest score that is not minus infinity: times log2(e) it is above the running maximum before the first key. torch has no
-such bound, but scores that differ by less than one bit of this are equal there, too."""
+"""Scores below this are raised to it: times log2(e) it is above the running maximum before the first key. Nothing that a score is
+without the mask is left in numbers so low, so that torch's scores of such keys are equal, too, as far as the mask is the same."""
 
 
 def mask_at(mask, b, h, q_idx, kv_idx):
