@@ -235,3 +235,13 @@ def test_under_torch_compile(own, masks, quiet) -> None:
     with configure(masks=masks, fallback="torch"):
         torch.testing.assert_close(attend(q, k, v, mask), expected(q, k, v, mask), **TOLERANCE[q.dtype])
     assert len(own) == 2 * (masks == "own")
+
+
+def test_autocast_casts_the_mask_too(own) -> None:
+    q, k, v = (each.float() for each in tensors(rows=20, keys=33))
+    mask = random_mask("added in float32", (20, 33), None)  # whose lowest number is minus infinity in bfloat16
+    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+        out, wanted = serve.sdpa(q, k, v, mask), torch_sdpa(q, k, v, mask)
+    assert not out[..., 2, :].any()
+    torch.testing.assert_close(out, wanted, **TOLERANCE[torch.bfloat16])
+    assert len(own) == 1
