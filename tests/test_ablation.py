@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +13,17 @@ from fake_builds import FakeBuilds, print_of
 from report_samples import check_golden
 from store_samples import DEVICE, TOOLCHAIN, artifact
 
-from tiledsched.build.compiler import Built
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.cli import main
-from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.measure.runner import Batch, Candidate, Checked, Conditions
+from tiledsched.measure.runner import Batch, Checked, Conditions
 from tiledsched.ops.own_methods import untuned_schedule
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import TableFile
 from tiledsched.studies.ablation.ladder import Ladder, groups_between, refusals
-from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
+from tiledsched.studies.ablation.run import replay_ablation
 from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.resources import Tools
 
@@ -84,24 +83,29 @@ class Gpu:
         pass
 
 
-class AllThere:
-    """Every schedule is a program of its own; `missing` ones are not there, `same` ones are one program."""
+class AllThere(FakeBuilds):
+    """Every schedule is a program of its own; `missing` ones do not build, `same` ones are one program."""
 
     def __init__(self, missing=(), same=()) -> None:
+        super().__init__()
         self.missing, self.same = set(missing), set(same)
 
-    def find(self, schedules, problem):
-        return {
-            each: "compile_error: out of registers"
-            if each in self.missing
-            else Candidate(schedule=each, artifact=artifact("5" * 24 if each in self.same else print_of(each)))
-            for each in schedules
-        }
+    def outcome(self, schedule):
+        if schedule in self.missing:
+            return Failure(kind=FailureKind.COMPILE_ERROR, message="out of registers")
+        return artifact("5" * 24 if schedule in self.same else print_of(schedule))
 
 
-def climb(gpu=None, source=None, tuned=TUNED, **more):
-    ladder = Ladder(gpu or Gpu(), source or AllThere(), SPACE, TEMPLATE, PROBLEM, rounds=12, **more)
-    rows = ladder.climb(PLAIN, tuned)
+@contextmanager
+def ladder_of(gpu, builds, problem=PROBLEM, **more):
+    with TuningDB.open(":memory:") as db:
+        builder = Builder(db, builds, TEMPLATE, "sm_90", TOOLCHAIN, builds)
+        yield Ladder(gpu, builder, SPACE, problem, rounds=12, **more)
+
+
+def climb(gpu=None, builds=None, tuned=TUNED, **more):
+    with ladder_of(gpu or Gpu(), builds or AllThere(), **more) as ladder:
+        rows = ladder.climb(PLAIN, tuned)
     return [[row for row in rows if row.view == view] for view in ("ladder", "without", "tried")]
 
 
@@ -120,10 +124,10 @@ OCCUPIED, TALL, UNSPLIT = PLAIN.replace(occupancy=2), PLAIN.replace(tile_m=128),
 SPLIT = PLAIN.replace(loop_split=True)
 CLIMBS = {
     "the largest gain first": {},
-    "a rung that cannot be built": {"source": AllThere(missing={OCCUPIED})},
+    "a rung that cannot be built": {"builds": AllThere(missing={OCCUPIED})},
     "rungs that crash or are wrong": {"gpu": Gpu(crash={OCCUPIED}, wrong={TALL, UNSPLIT})},
-    "no change works alone": {"source": AllThere(missing=ALONE)},
-    "two schedules are one program": {"source": AllThere(same={PLAIN, SPLIT}), "tuned": SPLIT},
+    "no change works alone": {"builds": AllThere(missing=ALONE)},
+    "two schedules are one program": {"builds": AllThere(same={PLAIN, SPLIT}), "tuned": SPLIT},
     "the tuned schedule is the plain one": {"tuned": PLAIN},
     "knobs that belong together": {
         "tuned": PLAIN.replace(tile_m=128, tile_n=128, latency_k=2, latency_v=4, occupancy=2)
@@ -163,38 +167,25 @@ def test_a_broken_constraint_is_named() -> None:
     small_search = PLAIN.replace(opt_level=1, block_order="reversed")  # what only keeps the search small does not count
     assert refusals(SPACE, small_search, PROBLEM) == []
     uneven = PROBLEM.replace(seq_q=1000, seq_k=1000)
-    ladder = Ladder(Gpu(), AllThere(), SPACE, TEMPLATE, uneven, rounds=12)
-    rows = ladder.climb(PLAIN, PLAIN.replace(check_bounds=False))
+    with ladder_of(Gpu(), AllThere(), uneven) as ladder:
+        rows = ladder.climb(PLAIN, PLAIN.replace(check_bounds=False))
     assert rows[1].status.startswith("not valid: bounds may go unchecked only where")
 
 
-def test_the_compiler_is_asked_once_for_each_schedule(tmp_path) -> None:
-    class Compiler(FakeBuilds):
-        def start(self):
-            pass
-
-        def build(self, tasks, *, leave=0):
-            for built in super().build(tasks):
-                bad = built.task.schedule["tile_m"] == 128
-                failure = Failure(kind=FailureKind.COMPILE_TIMEOUT, message="no end in 1 s") if bad else None
-                yield Built(task=built.task, artifact=None if bad else built.artifact, failure=failure, seconds=0.1)
-
-    made = Compiler()
-    with TuningDB.open(tmp_path / "tuning.db") as db:
-        source = CompiledPrograms(Builder(db, made, TEMPLATE, "sm_90", TOOLCHAIN, made))
-        found = source.find([PLAIN, TUNED], PROBLEM)
-        assert found[PLAIN].artifact.fingerprint == print_of(PLAIN)
-        assert found[TUNED] == "compile_timeout: no end in 1 s"
-        assert source.find([PLAIN, TUNED], PROBLEM) == found
-        assert made.compiled == 2
+def test_each_schedule_is_compiled_once() -> None:
+    builds = AllThere()
+    climb(builds=builds)
+    assert len(builds.schedules) == len(set(builds.schedules)) > 5
 
 
 # Over a record
 
 
-def test_an_empty_record_is_refused() -> None:
-    with pytest.raises(MeasureError, match="holds no measurement"):
-        RecordedPrograms(TableFile(entries=(), measurements=(), artifacts=()), SPACE)
+def test_an_empty_record_is_refused(tmp_path) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text('{"schema_version": 2, "entries": [], "measurements": [], "artifacts": []}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="needs recorded landscapes"):
+        next(replay_ablation([str(path)], "sm_90"))
 
 
 def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) -> None:

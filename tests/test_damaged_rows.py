@@ -144,7 +144,7 @@ def test_what_is_not_damaged_is_served(table, whole, tmp_path, plain, caplog):
         with TuningDB.open(copy, read_only=True) as db:
             found, taken = db.entries(), db.measurements(disturbed=True, latest=False)
             problems = [each for each, _ in db.measurements_by_problem("sm_90", Attention)]
-            db.failures(), db.landscapes(), db.artifacts(), db.spills(TOOLCHAIN.tileiras)
+            db.failures(), db.landscapes(), db.artifacts()
             db.find_builds("attention", "abc", TOOLCHAIN, "sm_90")
         where = (table, column, what)
         assert SOUND in {each.problem for each in found}, where

@@ -22,10 +22,9 @@ from store_samples import entry
 from torch.nn import functional
 
 import tiledsched as ts
-from tiledsched.build import keys
-from tiledsched.build.compiler import BuildTask, compile_schedule
+from tiledsched.build import compiler
+from tiledsched.build.compiler import BuildTask, captured_values, compile_schedule, program_key
 from tiledsched.build.cubin import read_artifact
-from tiledsched.build.keys import captured_values, program_key
 from tiledsched.build.store import StoredProgram, read_program, write_program
 from tiledsched.core import launches
 from tiledsched.core.config import Settings
@@ -106,7 +105,7 @@ def serving(monkeypatch, tmp_path, fresh):
     """Serve on it, in the background by default."""
     for name, value in (("DB", tmp_path / "none.db"), ("CACHE", tmp_path / "cache"), ("COMPILE", "background")):
         monkeypatch.setenv(f"TILEDSCHED_{name}", str(value))
-    for module in (prebuilt, keys):
+    for module in (prebuilt, compiler):
         monkeypatch.setattr(module, "compiler_at_hand", lambda: "13.5.37")
     found = Serving()
     process.forget_plans()
@@ -254,7 +253,7 @@ def test_where_no_process_can_compile_the_call_does(serving, monkeypatch, where)
         monkeypatch.setattr(Attention, "__module__", where)
         monkeypatch.setattr(prebuilt, "_source_hash", lambda kernel: "abc")
     else:
-        for module in (prebuilt, keys):
+        for module in (prebuilt, compiler):
             monkeypatch.setattr(module, "compiler_at_hand", lambda: "")
     call()
     assert serving.counts == (1, 1, 0)
@@ -435,16 +434,16 @@ def key(problem=PROBLEM, schedule=SCHEDULE, source="abc", captured=(), hints=(("
 
 
 def test_a_programs_key_tells_everything_that_it_depends_on(monkeypatch) -> None:
-    monkeypatch.setattr(keys, "compiler_at_hand", lambda: "13.5.37")
+    monkeypatch.setattr(compiler, "compiler_at_hand", lambda: "13.5.37")
     changes = [{}, {"source": "abd"}, {"captured": ["TILE", "1"]}, {"hints": (("occupancy", 3),)}, {"arch": "sm_121"}]
     changes += [{"problem": PROBLEM.replace(causal=True)}, {"schedule": SCHEDULE.replace(tile_m=128)}]
     found = [key(**each) for each in changes]
     assert key(PROBLEM.replace(seq_q=2048, seq_k=2048)) == found[0]  # another length of the same class
     for name, value in (("host_arch", "aarch64"), ("compiler_at_hand", "13.4.92")):
-        monkeypatch.setattr(keys, name, lambda value=value: value)
+        monkeypatch.setattr(compiler, name, lambda value=value: value)
         found.append(key())
     assert len({*found}) == len(found)
-    monkeypatch.setattr(keys, "compiler_at_hand", lambda: "")
+    monkeypatch.setattr(compiler, "compiler_at_hand", lambda: "")
     assert key() == ""  # nothing is compiled here
 
 

@@ -24,9 +24,8 @@ from store_samples import DEVICE, FAILURE, PROBLEM, artifact, build, entry, meas
 from test_fleet_leases import away
 
 from tiledsched import fleet
-from tiledsched.build.compiler import BuildTask, Built
+from tiledsched.build.compiler import BuildTask, Built, build_key
 from tiledsched.build.cubin import read_artifact
-from tiledsched.build.keys import build_key
 from tiledsched.cli import fleet_output, main
 from tiledsched.core import processes
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError

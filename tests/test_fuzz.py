@@ -49,8 +49,8 @@ from tiledsched.store.exchange import (
     read_table,
 )
 from tiledsched.store.t4 import export_foreign, recorded
-from tiledsched.studies.ablation.sources import RecordedPrograms
 from tiledsched.tuning import resources
+from tiledsched.tuning.recording import Recording
 
 MANY = os.environ.get("FUZZ_EXAMPLES")
 pytestmark = pytest.mark.timeout(0 if MANY else 120)
@@ -277,9 +277,7 @@ def go_on_with(path: Path) -> None:
         for one in db.measurements():
             ProgramStore(folder).get(one.measurement.device.arch, one.measurement.fingerprint or "0")
         with contextlib.suppress(TiledschedError):
-            ReplayRunner(
-                Attention, RecordedPrograms(read_table(path), space_for("sm_90", Attention)).measurements
-            ).begin(PROBLEM)
+            ReplayRunner(Attention, Recording([str(path)]).measurements).begin(PROBLEM)
 
 
 @FUZZ

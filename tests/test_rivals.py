@@ -28,7 +28,7 @@ from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, read_table
-from tiledsched.store.shipped import published_figures
+from tiledsched.store.manifest import published_figures
 
 GPU = "NVIDIA Sample"
 FASTER = RIVALS[0]

@@ -28,8 +28,9 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import loss_bands
-from tiledsched.store import exchange, shipped
-from tiledsched.store.shipped import copy_path, published_figures, read_shipped_entries, write_copy
+from tiledsched.store import exchange, manifest, shipped
+from tiledsched.store.manifest import published_figures
+from tiledsched.store.shipped import copy_path, read_shipped_entries, write_copy
 
 ROOT = Path(__file__).parent.parent
 read_table = lru_cache(exchange.read_table)
@@ -194,47 +195,47 @@ TABLE = "tables/softmax/sm_90.json"
 def copied(tmp_path, monkeypatch):
     """A copy of some of the shipped data, which may be damaged."""
     folder = tmp_path / "tuning_db"
-    for name in (TABLE, "tables/rms_norm/sm_90.json", "shipped.json"):
+    for name in (TABLE, "tables/rms_norm/sm_90.json", "manifest.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(data_files.tuning_db() / name, folder / name)
         if name.startswith("tables/"):
             shutil.copy(copy_path(data_files.tuning_db() / name), copy_path(folder / name))
     monkeypatch.setattr(data_files, "tuning_db", lambda: folder)
-    shipped.listed_files.cache_clear()
+    manifest.listed_files.cache_clear()
     yield folder
-    shipped.listed_files.cache_clear()
+    manifest.listed_files.cache_clear()
 
 
 def test_every_shipped_file_is_listed_and_as_listed() -> None:
     folder = data_files.tuning_db()
-    listed = json.loads((folder / "shipped.json").read_text())["files"]
+    listed = json.loads((folder / "manifest.json").read_text())["files"]
     present = {
-        path.relative_to(folder).as_posix() for part in shipped.LISTED for path in (folder / part).rglob("*.json*")
+        path.relative_to(folder).as_posix() for part in manifest.LISTED for path in (folder / part).rglob("*.json*")
     }
     assert set(listed) == present
     for name in listed:
-        shipped.check_shipped(folder / name, (folder / name).read_bytes())
+        manifest.check_shipped(folder / name, (folder / name).read_bytes())
 
 
 def test_the_command_writes_what_is_there(copied) -> None:
-    written = {path: path.read_bytes() for path in [copied / "shipped.json", *copied.rglob("*.serving")]}
+    written = {path: path.read_bytes() for path in [copied / "manifest.json", *copied.rglob("*.serving")]}
     assert len(written) == 3
     for path in written:
         path.unlink()
     assert shipped.write_manifest() == 2
-    whole = json.loads(written.pop(copied / "shipped.json"))["files"]
-    assert json.loads((copied / "shipped.json").read_text())["files"].items() <= whole.items()
+    whole = json.loads(written.pop(copied / "manifest.json"))["files"]
+    assert json.loads((copied / "manifest.json").read_text())["files"].items() <= whole.items()
     for path, data in written.items():
         assert path.read_bytes() == data
 
 
 def test_landscapes_are_known_without_reading_them() -> None:
-    found = shipped.shipped_landscapes("attention", "sm_90")
+    found = manifest.shipped_landscapes("attention", "sm_90")
     assert len(found) == 58
     one = next(each for each in found if "sq1_sk8192" in each.path.name)
     assert (one.regime, one.problem.seq_q, one.problem.kv_heads) == ("burst", 1, 8)
     assert exchange.read_table(one.path).measurements[0].measurement.problem == one.problem
-    assert shipped.shipped_landscapes("attention", "sm_80") == []
+    assert manifest.shipped_landscapes("attention", "sm_80") == []
 
 
 def test_a_file_that_is_not_the_one_that_shipped_is_refused(copied, tmp_path) -> None:
@@ -266,21 +267,21 @@ OF_A_HASH = '{"schema_version": 1, "files": {"a": {"sha256": "' + 64 * "0" + '"%
     ids=lambda text: text[-20:],
 )
 def test_a_damaged_manifest_is_said_to_be_damaged(copied, text) -> None:
-    (copied / "shipped.json").write_text(text, errors="surrogatepass")
-    shipped.listed_files.cache_clear()
+    (copied / "manifest.json").write_text(text, errors="surrogatepass")
+    manifest.listed_files.cache_clear()
     with pytest.raises(DatabaseError, match=r"manifest\.json is not the file that shipped"):
         exchange.read_table(copied / TABLE)
 
 
 def test_what_a_manifest_leaves_out_is_not_guessed(copied) -> None:
-    data = json.loads((copied / "shipped.json").read_text())
+    data = json.loads((copied / "manifest.json").read_text())
     for listed in data["files"].values():
         for name in ("bytes", "arch"):
             listed.pop(name, None)
-    (copied / "shipped.json").write_text(json.dumps(data))
-    shipped.listed_files.cache_clear()
+    (copied / "manifest.json").write_text(json.dumps(data))
+    manifest.listed_files.cache_clear()
     assert read_shipped_entries(copied / TABLE)
-    assert shipped.shipped_landscapes("attention", "sm_90") == []
+    assert manifest.shipped_landscapes("attention", "sm_90") == []
 
 
 @pytest.mark.parametrize(("name", "read", "none"), [("transfer", loss_bands, ()), ("published", published_figures, {})])

@@ -42,7 +42,7 @@ from tiledsched.report.document import Table, to_markdown
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import log_us
 from tiledsched.store.exchange import read_table
-from tiledsched.store.shipped import published_figures
+from tiledsched.store.manifest import published_figures
 
 DATA = Path(__file__).parents[1] / "results" / "blackwell"
 DEVICES = {

@@ -36,7 +36,7 @@ from tiledsched.report.document import Table, to_markdown
 from tiledsched.rivals.rows import read_rows
 from tiledsched.serve.transfer import NEAR_KIND, ExpectedLoss, transfer
 from tiledsched.store.evidence import for_compiler
-from tiledsched.store.exchange import read_table, read_text
+from tiledsched.store.exchange import read_table, text_of
 from tiledsched.store.records import Entry
 
 Race = Mapping[str, float]
@@ -54,7 +54,7 @@ RACES = ("tiledsched", "left_out")
 def medians(path: Path) -> list[tuple[str, dict[str, float]]]:
     """(problem as people read it, race) for each run in a CSV file of a tune's medians."""
     races: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for row in csv.DictReader(io.StringIO(read_text(path))):
+    for row in csv.DictReader(io.StringIO(text_of(path, path.read_bytes()))):
         if row.get("regime", "burst") == "burst" and not spilled(int(row.get("spill_bytes") or 0)):
             races[row["problem"], row.get("run", "")][row["schedule"]] = float(row["median_us"])
     return [(problem, race) for (problem, _), race in races.items()]

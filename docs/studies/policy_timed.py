@@ -38,7 +38,7 @@ from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_entries
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import NEAR_KIND, TransferParameters
-from tiledsched.store.exchange import read_text
+from tiledsched.store.exchange import text_of
 from tiledsched.store.records import Entry
 
 ALIKE = "alike"
@@ -193,7 +193,7 @@ def timed(work: Mapping[Problem, Choices], harness: Any, bench: Callable[..., An
 
 def read(path: Path) -> list[Row]:
     """The rows of a CSV file, which may be compressed."""
-    return [_row(line) for line in csv.DictReader(io.StringIO(read_text(path)))]
+    return [_row(line) for line in csv.DictReader(io.StringIO(text_of(path, path.read_bytes())))]
 
 
 def _row(line: Mapping[str, Any]) -> Row:

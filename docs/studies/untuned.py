@@ -56,7 +56,7 @@ from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
 from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_entries, table_of
 from tiledsched.serve.transfer import log_us
-from tiledsched.store.exchange import read_text
+from tiledsched.store.exchange import text_of
 from tiledsched.store.shipped import read_shipped_entries
 
 ROUNDS = 9
@@ -248,7 +248,7 @@ NUMBERS = ("us", "low_us", "high_us", "host_us")
 def read(path: Path) -> list[Row]:
     """The rows of a CSV file, which may be compressed."""
     rows = []
-    for line in csv.DictReader(io.StringIO(read_text(path))):
+    for line in csv.DictReader(io.StringIO(text_of(path, path.read_bytes()))):
         told: dict[str, Any] = dict(line)
         told |= {name: float(line[name]) if line[name] else None for name in NUMBERS}
         told |= {"seed": int(line["seed"]), "spill_bytes": int(line["spill_bytes"])}

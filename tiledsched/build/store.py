@@ -1,7 +1,7 @@
 """Everything that was compiled on this machine, in one folder of sealed files, where every later process finds it.
 
 A file lies in a folder for the hosts and the arch that it is for. Its name is a key of hexadecimal digits over all that the
-contents depend on (:mod:`tiledsched.build.keys`), so that it never has to be replaced. A damaged file is removed and never run.
+contents depend on, so that it never has to be replaced. A damaged file is removed and never run.
 
 |the file holds|its key|
 |---|---|

@@ -64,12 +64,12 @@ def check_schedule(
     uses = TileUses() if uses is None else uses
 
     def errors_of(case: Case, order: BlockOrder, arithmetic: Arithmetic) -> list[OutputErrors]:
-        inputs = {name: _as_elements(value, types[name]) for name, value in case.inputs.items()}
+        inputs = {name: _viewed(value, element_type(types[name])) for name, value in case.inputs.items()}
         assert uses is not None
         counted = TileUses() if case.kinds == "random" and arithmetic != "rounded" else uses  # which it was before
         counted.most_calls = counted.calls + most_calls
         outputs = run_schedule(kernel, p, s, inputs, device=device, order=order, uses=counted, arithmetic=arithmetic)
-        stored = {name: _as_stored(value, types[name]) for name, value in outputs.items()}
+        stored = {name: _viewed(value, storage_type(types[name])) for name, value in outputs.items()}
         return case_errors(np, output_specs(kernel, p), stored, case, tolerance, tile)
 
     cases = make_cases(kernel, np, np.random.default_rng(seed), p, kinds=kinds, undefined=True)
@@ -108,9 +108,6 @@ def _computed_in_turn(cases: Iterable[Case], *, once: bool) -> Iterator[tuple[in
             yield turn, IN_TURN[turn % len(IN_TURN)], case
 
 
-def _as_elements(value: Any, dtype: str) -> Any:
-    return [_as_elements(each, dtype) for each in value] if isinstance(value, list) else value.view(element_type(dtype))
-
-
-def _as_stored(value: Any, dtype: str) -> Any:
-    return [_as_stored(each, dtype) for each in value] if isinstance(value, list) else value.view(storage_type(dtype))
+def _viewed(value: Any, dtype: Any) -> Any:
+    """An array, or each of a list, with its bits as another type."""
+    return [_viewed(each, dtype) for each in value] if isinstance(value, list) else value.view(dtype)

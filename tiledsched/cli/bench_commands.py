@@ -320,8 +320,7 @@ def ablation(
 
     arch = run.arch(arch)
     if replay:
-        files = [Path(path) for path in replay]
-        ladders = replay_ablation(kernel, files, arch, start=start or "default", rounds=rounds, progress=note)
+        ladders = replay_ablation(replay, arch, start=start or "default", rounds=rounds, progress=note)
     else:
         problems, session = named_problems(kernel, problem, suite), run.session(arch, jobs, regime=regime)
         ladders = run_ablation(session, kernel, problems, start=start or "untuned", rounds=rounds, progress=note)

@@ -193,8 +193,8 @@ def _show_seen(
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
     """List what ships and what is measured, and where the winners of the two regimes differ."""
     from tiledsched.store.location import database_exists
+    from tiledsched.store.manifest import shipped_landscapes
     from tiledsched.store.queries import compare_regimes
-    from tiledsched.store.shipped import shipped_landscapes
 
     lines, compared = [], []
     if run.db or database_exists(run.settings().db):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tiledsched.report.compare import Compared, Comparison
     from tiledsched.rivals.rows import BenchRow
     from tiledsched.serve.entries import Layer
+    from tiledsched.store.manifest import ShippedLandscape
     from tiledsched.store.queries import RegimeComparison
-    from tiledsched.store.shipped import ShippedLandscape
     from tiledsched.studies.ablation.ladder import AblationRow
 
 ABLATION = (

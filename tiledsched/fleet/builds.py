@@ -13,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tiledsched.build.compiler import BuildTask, Built
-from tiledsched.build.keys import build_key
+from tiledsched.build.compiler import BuildTask, Built, build_key
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.sealed import read_sealed, write_sealed
 from tiledsched.build.store import Claims, ProgramStore

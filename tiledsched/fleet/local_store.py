@@ -20,17 +20,14 @@ from sqlalchemy.orm import Session
 
 from tiledsched.core import canonical, errors, files
 from tiledsched.core.problem import Problem
-from tiledsched.measure.runner import Device
 from tiledsched.store import host, writing
 from tiledsched.store.db import TuningDB
-from tiledsched.store.models import DeviceRow, EntryRow, MeasurementRow, of_name
+from tiledsched.store.models import EntryRow, MeasurementRow, of_name
 from tiledsched.store.reading import select_measurements
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, StoredMeasurement
 
 Content = tuple[object, ...]
 """What an entry says, with its key."""
-Failed = tuple[FailureRecord, Device | None]
-"""A failure, with the device that it was on."""
 MOST_ALIKE = 64
 """Newest winners of other problems that go along: they say where to look first."""
 
@@ -69,7 +66,7 @@ class LocalStore:
         """
         path = self._folder / f"{name}-{host.own_word()}.db"
         known, entries = what_is_known(home, problem, arch)
-        failures = failures_of(home, arch, problem)
+        failures = home.failures(arch, problem)
         with _here(self._folder):
             shutil.copyfile(self._template, path)
             with TuningDB.open(path) as local:
@@ -132,7 +129,7 @@ def bring_home(path: Path, home: TuningDB, *, replaces: bool, known: Collection[
     """
     with _here(path.parent), TuningDB.open(path) as local:
         measurements, entries = local.measurements(disturbed=True), local.entries()
-        artifacts, builds, failures = list(local.artifacts().values()), builds_of(local), failures_of(local)
+        artifacts, builds, failures = list(local.artifacts().values()), builds_of(local), local.failures()
     new = [entry.replace(measurement_id=None, run_id=None) for entry in entries if _content(entry) not in known]
     done = home.merge(measurements, [] if replaces else new, artifacts)
     if replaces and new:
@@ -144,11 +141,9 @@ def bring_home(path: Path, home: TuningDB, *, replaces: bool, known: Collection[
         home.write(put, *{entry.kernel for entry in new})
     home.record_builds(builds)
     there = {
-        _what_failed(each)
-        for problem in {each.problem for each, _ in failures}
-        for each in home.failures(problem=problem)
+        _what_failed(each) for problem in {each.problem for each in failures} for each in home.failures(problem=problem)
     }
-    fresh = [(each, device) for each, device in failures if _what_failed(each) not in there]
+    fresh = [each for each in failures if _what_failed(each) not in there]
     record_failures(home, fresh)
     return {"measurements": done.measurements_added, "builds": len(builds), "failures": len(fresh)}
 
@@ -178,19 +173,9 @@ def builds_of(db: TuningDB) -> list[BuildRecord]:
         return list(rows.builds({}, ""))
 
 
-def failures_of(db: TuningDB, arch: str | None = None, problem: Problem | None = None) -> list[Failed]:
-    """Candidates that gave no usable measurement."""
-    failures = db.failures(arch, problem)
-    names = sorted({failed.device_name for failed in failures})
-    with db.rows() as (session, rows):
-        ids = session.scalars(sa.select(DeviceRow.id).where(DeviceRow.name.in_(names)))
-        devices = {each.name: each for each in rows.parents("devices", ids).values()}
-    return [(failed, devices.get(failed.device_name)) for failed in failures]
-
-
-def record_failures(db: TuningDB, failures: Sequence[Failed]) -> None:
-    """Store what :func:`failures_of` found elsewhere."""
-    for failed, device in failures:
+def record_failures(db: TuningDB, failures: Sequence[FailureRecord]) -> None:
+    """Store candidates that gave no usable measurement elsewhere."""
+    for failed in failures:
         db.record_failure(
             None,
             failed.kernel,
@@ -200,7 +185,7 @@ def record_failures(db: TuningDB, failures: Sequence[Failed]) -> None:
             failed.failure,
             problem=failed.problem,
             fingerprint=failed.fingerprint,
-            device=device,
+            device=failed.device,
         )
 
 

@@ -138,7 +138,7 @@ def _declare(name: str, problems: list[dict[str, Any]], schedules: list[Any]) ->
     }
     knobs = {each: list(found) for each, found in _by_name(schedules).items()}
     kernel: KernelClass = type(
-        name.rpartition(":")[2], (StoredKernel,), {"name": name, "fields": fields, "knobs": knobs}
+        name.rpartition(":")[2], (StoredKernel,), {"name": name, "space": name, "fields": fields, "knobs": knobs}
     )
     made = tuple(sorted(kernel.problem(**each) for each in problems))
     kernel.stored = made  # type: ignore[attr-defined]

@@ -14,11 +14,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import cuda.tile as ct
+
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.toolchain import Toolchain, compiler_at_hand, installed_toolchain
 from tiledsched.core.errors import MeasureError
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
+from tiledsched.measure.driver_timeout import asked
+from tiledsched.measure.nvml import ConditionsLog, current_device, labelled
 from tiledsched.measure.runner import Device
 from tiledsched.measure.timing import Log, Stopwatch
 from tiledsched.measure.torch_timing import TorchStopwatch
@@ -77,8 +81,6 @@ class SearchMachine:
 
         The driver is not asked for more, which takes longer than the rest of a stored answer.
         """
-        from tiledsched.measure.nvml import labelled
-
         if self._torch is not None:
             found = self._torch.cuda.get_device_properties(self._torch.cuda.current_device())
             return f"sm_{found.major}{found.minor}", labelled(found.name)
@@ -90,8 +92,6 @@ class SearchMachine:
 
     def device(self) -> Device:
         """All that is known of the current GPU."""
-        from tiledsched.measure.nvml import current_device
-
         return current_device()
 
     def toolchain(self) -> Toolchain:
@@ -147,7 +147,6 @@ class SearchMachine:
 
     def _signature(self, program: CallProgram, request: Request) -> _CompileRequested | None:
         """What cuTile would compile for a program's arguments: the launch that asks is stopped there. None if none asked."""
-        import cuda.tile as ct
 
         def tell(*given: Any, **named: Any) -> Any:
             raise _CompileRequested(given, named)
@@ -175,8 +174,6 @@ class SearchMachine:
 
     def run(self, program: CallProgram, args: tuple[Any, ...], request: Request) -> None:
         """Launch a program on arguments and wait for it."""
-        import cuda.tile as ct
-
         ct.launch(request.stream, program.grid, program.kernel, args)
         if self._torch is not None:
             self._torch.cuda.current_stream().synchronize()
@@ -197,9 +194,6 @@ class SearchMachine:
 
     def log(self) -> Log:
         """A reader of the GPU's state."""
-        from tiledsched.measure.driver_timeout import asked
-        from tiledsched.measure.nvml import ConditionsLog
-
         return ConditionsLog(ask=asked)
 
     def check_gpu(self, error: Exception) -> None:
@@ -224,8 +218,6 @@ class CallStopwatch(TorchStopwatch):
 
     def prepare(self, index: int) -> None:
         """Ask for new arguments."""
-        import cuda.tile as ct
-
         program, request = self._programs[index], self._request
         args = request.args_fn(program.config)
         self._calls[index] = functools.partial(ct.launch, request.stream, program.grid, program.kernel, args)
@@ -305,8 +297,6 @@ def _unknown_program(fingerprint: str) -> Artifact:
 @contextmanager
 def _limit() -> Iterator[None]:
     """The time limit of each compile."""
-    import cuda.tile as ct
-
     set_s = None
     with suppress(ImportError):
         from cuda.tile._cext import default_tile_context

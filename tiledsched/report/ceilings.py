@@ -39,7 +39,6 @@ def measured_ceilings(entries: Iterable[Entry], regime: str, dtypes: Iterable[st
                 problem=problem,
                 taken=taken.created_at,
                 sm_clock_mhz=taken.conditions.sm_clock_mhz,
-                power_w=taken.conditions.power_w,
             )
             known = found.setdefault((entry.device_name, unit), ceiling)
             found[entry.device_name, unit] = max(known, ceiling, key=lambda each: each.rate)

@@ -169,9 +169,10 @@ class _Source:
 
     def counts(self) -> dict[str, int]:
         """At least the number of measurements of each problem that is known."""
-        stored = self._stored.counts if self._stored else {}
+        stored = self._stored.problems if self._stored else {}
         sizes = {
-            each: stored.get(problem, 0) + len(self._rows.get(problem, ())) for each, problem in self.problems.items()
+            each: stored.get(problem, ((), 0))[1] + len(self._rows.get(problem, ()))
+            for each, problem in self.problems.items()
         }
         return dict.fromkeys(self.entries, 0) | sizes
 

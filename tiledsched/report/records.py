@@ -376,8 +376,6 @@ class Ceiling:
     """The problem that was computed."""
     sm_clock_mhz: int
     """Median SM clock of its samples; 0 where NVML did not report it."""
-    power_w: float
-    """Highest board power of its samples; 0 where NVML did not report it."""
     taken: datetime
     """When it was measured, UTC."""
 

@@ -18,9 +18,9 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.evidence import LANDSCAPE
 from tiledsched.store.exchange import read_table
+from tiledsched.store.manifest import listed_files, manifest_path
 from tiledsched.store.reading import Choose, PlainRow
 from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredMeasurement
-from tiledsched.store.shipped import listed_files, manifest_path
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB

@@ -24,8 +24,8 @@ from tiledsched.core.cost import LAUNCH_US
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
+from tiledsched.store.manifest import model_file
 from tiledsched.store.records import Entry
-from tiledsched.store.shipped import model_file
 
 OURS = "ours"
 """Stands for our kernel among the methods."""

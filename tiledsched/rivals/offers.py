@@ -18,8 +18,8 @@ from tiledsched.core.device import arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.forecast import OURS, Forecast
+from tiledsched.store.manifest import published_figures
 from tiledsched.store.records import Entry
-from tiledsched.store.shipped import published_figures
 
 ELSEWHERE = -2
 """In place of a device's index: no CUDA device and not the CPU, which is -1."""
@@ -56,11 +56,6 @@ class Offer:
     """The kernel's name for the rival."""
     ratio: float
     """Its time over the time of our schedule; below 1."""
-    us: float | None = None
-    """Its time in microseconds; None where only the ratio is expected."""
-    provenance: str = "measured"
-    """Where the time comes from: `measured` on the problem; `expected`, by its times on near problems; `forecast`, by times on
-    many problems; or `published` by others."""
     capturable: bool = True
     """Whether a CUDA graph may hold it."""
     only_captured: bool = False
@@ -130,7 +125,6 @@ def measured_offers(entry: Entry, where: str) -> tuple[Offer, ...]:
         Offer(
             name=each.name,
             ratio=float(each.ratio or 0),
-            us=each.median_us,
             capturable=each.capturable,
             only_captured=not pays(each, kernel),
             reason=f"{_gain(each.ratio)} faster than our kernel on this problem, measured on {where} "
@@ -177,9 +171,7 @@ def _expected_offer(problem: Problem, name: str, near: Sequence[tuple[float, Ent
     reason = f"expected to be {_gain(ratio)} faster, judging by its times on {timed} (nearest: {times[0][1].problem})"
     if loss:
         reason += f" and by the {loss:.1%} that our untuned choice is expected to lose"
-    return Offer(
-        name=name, ratio=ratio, provenance="expected", capturable=capturable, only_captured=not keeps_up, reason=reason
-    )
+    return Offer(name=name, ratio=ratio, capturable=capturable, only_captured=not keeps_up, reason=reason)
 
 
 def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> tuple[Offer, ...]:
@@ -204,9 +196,7 @@ def forecast_offers(kernel: KernelClass, forecasts: Mapping[str, Forecast]) -> t
             f"expected to take {each.us:.1f} us, and our untuned choice {ours.us:.1f} us (+-{ours.spread:.0%} beside it), "
             f"by times on {each.cases} problems (nearest: {each.nearest})"
         )
-        offers.append(
-            Offer(name=name, ratio=ratio, us=each.us, provenance="forecast", only_captured=not eager, reason=reason)
-        )
+        offers.append(Offer(name=name, ratio=ratio, only_captured=not eager, reason=reason))
     return _fastest_first(offers)
 
 
@@ -245,7 +235,7 @@ def published_offers(
                 f"expected to be {_gain(ratio)} faster by published times ({each.us:.0f} us; ours is modelled at "
                 f"{ours_us:.0f} us; {each.source})"
             )
-            offers.append(Offer(name=each.rival, ratio=ratio, us=each.us, provenance="published", reason=reason))
+            offers.append(Offer(name=each.rival, ratio=ratio, reason=reason))
     return _fastest_first(offers)
 
 

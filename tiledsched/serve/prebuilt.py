@@ -19,10 +19,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.build.compiler import BuildTask, pass_on_worker_warps
+from tiledsched.build.compiler import BuildTask, captured_values, pass_on_worker_warps, program_key
 from tiledsched.build.cubin import is_whole, parts, strip_debug
 from tiledsched.build.host_code import check_host, for_host, host_arch, host_of
-from tiledsched.build.keys import captured_values, program_key
 from tiledsched.build.sealed import is_usable
 from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
 from tiledsched.build.toolchain import compiler_at_hand

@@ -16,7 +16,7 @@ from tiledsched.core.extras import required
 from tiledsched.core.files import read_bounded
 from tiledsched.serve.bundle import named_bundle
 from tiledsched.serve.entries import load_entries, stored_spills
-from tiledsched.store.shipped import listed_files, manifest_path
+from tiledsched.store.manifest import listed_files, manifest_path
 from tiledsched.store.spills import FILE, joined
 
 MAX_NAMED = 8

@@ -26,8 +26,8 @@ from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
+from tiledsched.store.manifest import model_file
 from tiledsched.store.records import Entry
-from tiledsched.store.shipped import model_file
 
 OTHER_KERNEL = 0.4
 """What a problem of the kernel whose search space this one has is farther away than one of its own: less than the neighbourhood,

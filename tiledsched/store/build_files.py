@@ -26,8 +26,8 @@ from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode
+from tiledsched.store.manifest import check_shipped
 from tiledsched.store.records import BuildRecord
-from tiledsched.store.shipped import check_shipped
 
 
 @dataclass(frozen=True, kw_only=True)

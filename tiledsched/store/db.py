@@ -54,8 +54,6 @@ from tiledsched.store.records import (
     Toolchain,
 )
 from tiledsched.store.rows import AT_ONCE, artifact_of, kernel_condition, quoted, where
-from tiledsched.store.spills import Spills
-from tiledsched.store.spills import stored as stored_spills
 from tiledsched.store.writing import Parents, insert_row, now, put_artifacts, put_builds, put_entry, put_measurements
 
 
@@ -93,16 +91,6 @@ class TuningDB(Database):
         words = {"kernel": kernel, "source_hash": source_hash, "toolchain_id": toolchain.id, "arch": arch}
         with self.rows() as (_, rows):
             return {build.key: build for build in rows.builds(words, where(words))}
-
-    def spills(
-        self, compiler: str, *, kernel: str | None = None, source_hash: str | None = None, arch: str | None = None
-    ) -> Spills:
-        """The programs that spill registers or did not build under a compiler's version, and that match all other arguments that
-        are not None. Of a program that several toolchains of that version built, the newest build counts.
-        """
-        of = {"kernel": kernel, "source_hash": source_hash, "arch": arch}
-        with self.rows() as (_, rows):
-            return stored_spills(rows, compiler, {name: value for name, value in of.items() if value is not None})
 
     def artifacts(self, arch: str | None = None) -> dict[tuple[str, str], ArtifactRecord]:
         """Every artifact, by (arch, fingerprint)."""

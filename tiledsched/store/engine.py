@@ -238,8 +238,7 @@ def _revision(connection: Connection) -> str | None:
     """The schema revision; None where the database has no schema."""
     if not sa.inspect(connection).has_table(VERSION_TABLE):
         return None
-    found = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
-    return None if found is None else str(found)
+    return connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
 
 
 def use_wal(engine: Engine) -> None:

@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -27,9 +26,9 @@ from tiledsched.core.problem import Problem
 from tiledsched.store.codec import decode, encode, untrue_estimates
 from tiledsched.store.evidence import standing
 from tiledsched.store.foreign import OTHER_FILE, of_json
-from tiledsched.store.reading import UnreadSamples
+from tiledsched.store.manifest import check_shipped
+from tiledsched.store.reading import unread
 from tiledsched.store.records import ArtifactRecord, Entry, MergeResult, StoredMeasurement
-from tiledsched.store.shipped import check_shipped
 
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
@@ -243,7 +242,9 @@ class _Rows:
         self._lists, self._name = lists, name
         self._entries = [*map(_read, lists["entries"])]
         self._named = {
-            row["measurement"] for row in self._entries if isinstance(row, dict) and _is_uid(row.get("measurement"))
+            row["measurement"]
+            for row in self._entries
+            if isinstance(row, dict) and isinstance(row.get("measurement"), str)
         }
         self._evidence: dict[str, StoredMeasurement] = {}
 
@@ -281,19 +282,10 @@ class _Rows:
         return [*_rows(ArtifactRecord, self._lists["artifacts"], f"{self._name}: artifacts")]
 
 
-def _is_uid(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-@cache
-def _unread(count: int) -> UnreadSamples:
-    return UnreadSamples((0.0,) * count)
-
-
 def _without_samples(stored: StoredMeasurement) -> StoredMeasurement:
     """A measurement of which only the number of samples is kept."""
     taken = stored.measurement
-    return replace(stored, measurement=replace(taken, samples_us=_unread(len(taken.samples_us))))
+    return replace(stored, measurement=replace(taken, samples_us=unread(len(taken.samples_us))))
 
 
 def _lists(text: str | bytes | bytearray, name: str) -> dict[str, list[Any]]:
@@ -418,17 +410,6 @@ def _write(
             raise DatabaseError(f"cannot write {os.fspath(target)}: {error.strerror}; give another path") from error
     else:
         target.write(text)
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. An `.xz` file is decompressed.
-
-    Raises:
-        DatabaseError: the file belongs to what ships, and is not the file that shipped.
-    """
-    data = read_bounded(path)
-    check_shipped(path, data)
-    return text_of(path, data)
 
 
 def text_of(path: Path, data: bytes) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule, named_tile
 from tiledsched.core.text import percent
-from tiledsched.store.shipped import model_file
+from tiledsched.store.manifest import model_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from tiledsched.core.problem import ProblemClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Conditions, Device, RivalTime
 from tiledsched.store.codec import REMEMBERED, decode, encode
-from tiledsched.store.rows import NAMESAKE
+from tiledsched.store.rows import NAMESAKE, in_utc
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -68,9 +68,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """Give a stored time its zone, UTC."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+        return None if value is None else in_utc(value)
 
 
 class Record(TypeDecorator[Any]):

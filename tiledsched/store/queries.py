@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
@@ -17,13 +17,21 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.measure.runner import Conditions, Measurement
-from tiledsched.store.codec import REMEMBERED, encode
+from tiledsched.measure.runner import Measurement
+from tiledsched.store.codec import encode
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import DeviceRow, MeasurementRow, ProblemRow
-from tiledsched.store.reading import UNDISTURBED, Circumstances, WithoutSamples, columns_of, matching, plain_texts
+from tiledsched.store.reading import (
+    UNDISTURBED,
+    Circumstances,
+    MeasuredProblems,
+    WithoutSamples,
+    columns_of,
+    matching,
+    plain_texts,
+)
 from tiledsched.store.records import BuildRecord, Entry, StoredMeasurement
-from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, in_utc, read_json
+from tiledsched.store.rows import AT_ONCE, RowReader, in_utc
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -214,7 +222,7 @@ class TimedRow(_Timed):
     toolchain = property(lambda self: self.shared.toolchain)
 
 
-class TimedRows:
+class TimedRows(MeasuredProblems):
     """Reads the times of many problems, some problems at a time.
 
     Args:
@@ -226,32 +234,17 @@ class TimedRows:
     """
 
     def __init__(self, rows: RowReader, session: Session, kernel: str, arch: str, regime: str) -> None:
+        super().__init__(rows, session, *matching({ProblemRow.kernel: kernel or None}))
         row = MeasurementRow
-        self._rows, self._session = rows, session
-        self._parents = {table: rows.parents(table, ()) for table in MEASURED_WITH}
+        self._session = session
         self._arch, self._wanted = arch, matching({row.kernel: kernel or None, row.regime: regime or None})
-        self._shared = lru_cache(maxsize=REMEMBERED)(self._circumstances)
         self._mine = cache(_is_of_known_kernel)
-        # An index has the answer to this; whether they are wanted is only in the rows.
-        counted = select(row.problem_id, func.count()).group_by(row.problem_id)
-        counts = {found[0]: found[1] for found in session.execute(counted)}
-        of_kernel = matching({ProblemRow.kernel: kernel or None})
-        stored = [each for each in session.scalars(select(ProblemRow.id).where(*of_kernel)) if each in counts]
-        known = rows.parents("problems", stored)
-        self.problems: dict[Problem, list[str]] = defaultdict(list)
-        """The problems that are measured, and the ids under which each is stored."""
-        self.counts: Counter[Problem] = Counter()
-        """At least the number of measurements of each."""
-        for number in stored:
-            if number in known:
-                self.problems[known[number]].append(number)
-                self.counts[known[number]] += counts[number]
 
     def read(self, problems: Iterable[Problem]) -> dict[Problem, list[TimedRow]]:
         """The measurements of some problems, the newest first. Those that were disturbed are left out, and those of other kernels
         of the same name.
         """
-        ids = [number for problem in problems for number in self.problems.get(problem, ())]
+        ids = [number for problem in problems for number in self.problems.get(problem, ([], 0))[0]]
         try:
             with plain_texts(self._session):
                 return self._read(ids)
@@ -266,10 +259,7 @@ class TimedRows:
             # The connection itself gives rows in half of the time that the session takes.
             result = self._session.connection().execute(wanted, execution_options={"yield_per": AT_ONCE})
             for some in result.partitions():
-                typed = list(self._rows.typed("measurements", some, *UNTIMED))
-                for table, column in MEASURED_WITH.items():
-                    self._rows.parents(table, {getattr(each, column) for each in typed})
-                for problem, timed in self._rows.make("measurements", typed, self._made):
+                for problem, timed in self.made(some, self._made, *UNTIMED):
                     if timed is not None:
                         found[problem].append(timed)
         for rows in found.values():
@@ -294,22 +284,17 @@ class TimedRows:
         )
 
     def _made(self, row: Any) -> tuple[Problem, TimedRow | None]:
-        problem = self._parents["problems"][row.problem_id]
-        shared = self._shared(row.conditions, row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime)
+        problem, shared = self.parents["problems"][row.problem_id], self.circumstances(row)
         # A condition on the arch in the query would be answered from the index of archs, which has most rows in one place.
         if self._arch not in ("", shared.device.arch) or shared.conditions.concurrent_pids:
             return problem, None
         if not self._mine(row.kernel, row.source_hash):
             return problem, None
-        schedule = self._parents["schedules"][row.schedule_id]
+        schedule = self.parents["schedules"][row.schedule_id]
         timing = row.median_us, row.ci_low_us, row.ci_high_us
         return problem, TimedRow(
             schedule, shared, row.fingerprint, timing, row.sample_count, row.uid, in_utc(row.created_at), row.run_id
         )
-
-    def _circumstances(self, conditions: str, device_id: str, toolchain_id: str, *others: str) -> Circumstances:
-        device, toolchain = self._parents["devices"][device_id], self._parents["toolchains"][toolchain_id]
-        return Circumstances(read_json(Conditions, conditions, "conditions"), device, toolchain, *others)
 
 
 def _is_of_known_kernel(kernel: str, source_hash: str) -> bool:

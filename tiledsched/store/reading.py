@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, Text, cast, func, select, text, type_coerce
@@ -21,7 +21,7 @@ from tiledsched.store.codec import REMEMBERED
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import Base, DeviceRow, MeasurementRow, ProblemRow, UtcDateTime
 from tiledsched.store.records import StoredMeasurement, Toolchain
-from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, read_json, row_type
+from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, Made, RowReader, read_json, row_type
 
 _conditions = cast(MeasurementRow.conditions, Text)
 UNDISTURBED = _conditions.not_like('%"beside": [%') & _conditions.not_like('%"beside":[%')
@@ -137,21 +137,30 @@ Choose = Callable[[Problem, Iterable[PlainRow]], "Collection[int] | None"]
 """From the measurements of one problem, newest first, to the ids of those that are read whole; None for all."""
 
 
-class WithoutSamples:
-    """Reads the measurements of one kernel on one arch, a problem at a time and without their samples."""
+@cache
+def unread(count: int) -> UnreadSamples:
+    """So many samples that were not read."""
+    return UnreadSamples((0.0,) * count)
 
-    def __init__(self, rows: RowReader, session: Session, arch: str, kernel: KernelClass) -> None:
+
+class MeasuredProblems:
+    """Reads measurements, some problems at a time. What many of them share is read once.
+
+    Args:
+        rows: reads the rows.
+        session: an open session.
+        of_kernel: conditions on the problems.
+    """
+
+    def __init__(self, rows: RowReader, session: Session, *of_kernel: ColumnElement[bool]) -> None:
         self.rows = rows
-        # As an expression, because the index of archs has most rows in one place.
-        of_arch = MeasurementRow.arch + "" == arch
-        self._wanted = [of_arch, MeasurementRow.kernel == kernel.name, UNDISTURBED]
-        if not is_shipped(kernel):  # of one that ships there is no other, and telling takes a look at every row
-            self._wanted.append(of_known_kernels(session, self._wanted, kernel))
+        self.parents = {table: rows.parents(table, ()) for table in MEASURED_WITH}
+        """By table and id, what measurements refer to."""
+        wanted = select(ProblemRow.id).where(*of_kernel)
         # An index has the answer to this; which arch they are of is only in the rows.
-        of_kernel = select(ProblemRow.id).where(ProblemRow.kernel == kernel.name)
-        counted = select(MeasurementRow.problem_id, func.count()).where(MeasurementRow.problem_id.in_(of_kernel))
+        counted = select(MeasurementRow.problem_id, func.count()).where(MeasurementRow.problem_id.in_(wanted))
         counts = {row[0]: row[1] for row in session.execute(counted.group_by(MeasurementRow.problem_id))}
-        stored = [each for each in session.scalars(of_kernel) if each in counts]
+        stored = [each for each in session.scalars(wanted) if each in counts]
         self.problems: dict[Problem, tuple[list[str], int]] = {}
         """The problems that were measured: the ids of each, and the number of measurements, also on other archs."""
         known = rows.parents("problems", stored)
@@ -159,8 +168,34 @@ class WithoutSamples:
             if number in known:
                 numbers, count = self.problems.get(known[number], ([], 0))
                 self.problems[known[number]] = [*numbers, number], count + counts[number]
-        self._samples: dict[int, UnreadSamples] = {}
         self._shared = lru_cache(maxsize=REMEMBERED)(self._circumstances)
+
+    def made(self, found: Iterable[Any], make: Callable[[Any], Made], *left_out: str) -> Iterator[Made]:
+        """What is made of rows, read without some columns."""
+        typed = list(self.rows.typed("measurements", found, *left_out))
+        for table, column in MEASURED_WITH.items():
+            self.rows.parents(table, {getattr(row, column) for row in typed})
+        return self.rows.make("measurements", typed, make)
+
+    def circumstances(self, row: Any) -> Circumstances:
+        """What a row shares with others of its run."""
+        return self._shared(row.conditions, row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime)
+
+    def _circumstances(self, conditions: str, device_id: str, toolchain_id: str, *others: str) -> Circumstances:
+        device, toolchain = self.parents["devices"][device_id], self.parents["toolchains"][toolchain_id]
+        return Circumstances(read_json(Conditions, conditions, "conditions"), device, toolchain, *others)
+
+
+class WithoutSamples(MeasuredProblems):
+    """Reads the measurements of one kernel on one arch, a problem at a time and without their samples."""
+
+    def __init__(self, rows: RowReader, session: Session, arch: str, kernel: KernelClass) -> None:
+        super().__init__(rows, session, ProblemRow.kernel == kernel.name)
+        # As an expression, because the index of archs has most rows in one place.
+        of_arch = MeasurementRow.arch + "" == arch
+        self._wanted = [of_arch, MeasurementRow.kernel == kernel.name, UNDISTURBED]
+        if not is_shipped(kernel):  # of one that ships there is no other, and telling takes a look at every row
+            self._wanted.append(of_known_kernels(session, self._wanted, kernel))
 
     def read(self, session: Session, problem: Problem, ids: Collection[int] | None = None) -> list[StoredMeasurement]:
         """The measurements of one problem, or those of it with some ids, the newest first."""
@@ -172,10 +207,7 @@ class WithoutSamples:
                 found += session.execute(
                     self._selected("samples_us").where(MeasurementRow.id.in_(numbers[start : start + AT_ONCE]))
                 )
-        rows = self.rows
-        typed = list(rows.typed("measurements", found, "samples_us"))
-        self._read_parents(typed)
-        made = list(rows.make("measurements", typed, self._measurement))
+        made = list(self.made(found, self._measurement, "samples_us"))
         return made if ids is None else sorted(made, key=lambda each: (each.created_at, each.id), reverse=True)
 
     def plain_rows(self, session: Session, problem: Problem) -> Iterator[PlainRow]:
@@ -184,34 +216,17 @@ class WithoutSamples:
         query = self._selected(*NOT_CHOSEN_BY).where(*self._of(problem))
         result = session.connection().execute(query, execution_options={"yield_per": AT_ONCE})
         for some in result.partitions():
-            typed = list(self.rows.typed("measurements", some, *NOT_CHOSEN_BY))
-            self._read_parents(typed)
-            yield from self.rows.make("measurements", typed, self._plain)
+            yield from self.made(some, self._plain, *NOT_CHOSEN_BY)
 
     def _plain(self, row: Any) -> PlainRow:
-        shared = self._shared(row.conditions, row.device_id, row.toolchain_id, row.source_hash, row.runner, row.regime)
-        schedule = self.rows.parents("schedules", ())[row.schedule_id]
+        shared, schedule = self.circumstances(row), self.parents["schedules"][row.schedule_id]
         return PlainRow(row.id, row.run_id, schedule, shared, row.fingerprint, row.median_us, row.sample_count)
 
-    def _circumstances(self, conditions: str, device_id: str, toolchain_id: str, *others: str) -> Circumstances:
-        device, toolchain = (
-            self.rows.parents("devices", ())[device_id],
-            self.rows.parents("toolchains", ())[toolchain_id],
-        )
-        return Circumstances(read_json(Conditions, conditions, "conditions"), device, toolchain, *others)
-
     def _measurement(self, row: Any) -> StoredMeasurement:
-        count = row.sample_count
-        if count not in self._samples:
-            self._samples[count] = UnreadSamples((0.0,) * count)
-        return self.rows.measurement(row, self._samples[count])
+        return self.rows.measurement(row, unread(row.sample_count))
 
     def _of(self, problem: Problem) -> list[ColumnElement[bool]]:
         return [MeasurementRow.problem_id.in_(self.problems[problem][0]), *self._wanted]
-
-    def _read_parents(self, typed: Iterable[Any]) -> None:
-        for table, column in MEASURED_WITH.items():
-            self.rows.parents(table, {getattr(row, column) for row in typed})
 
     def _selected(self, *left_out: str) -> Select:
         newest = (MeasurementRow.created_at.desc(), MeasurementRow.id.desc())

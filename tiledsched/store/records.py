@@ -327,12 +327,17 @@ class FailureRecord:
     """The candidate."""
     fingerprint: str
     """Fingerprint of its machine code; empty for a failed build."""
-    device_name: str
-    """The GPU; empty for a failed build."""
+    device: Device | None
+    """The GPU; None for a failed build."""
     failure: Failure
     """Kind and message."""
     created_at: datetime
     """UTC."""
+
+    @property
+    def device_name(self) -> str:
+        """Name of the GPU; empty for a failed build."""
+        return self.device.name if self.device else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -469,7 +469,7 @@ class RowReader:
             problem=None if row.problem_id is None else self._parents["problems"][row.problem_id],
             schedule=self._parents["schedules"][row.schedule_id],
             fingerprint=row.fingerprint or "",
-            device_name="" if row.device_id is None else self._parents["devices"][row.device_id].name,
+            device=None if row.device_id is None else self._parents["devices"][row.device_id],
             failure=Failure(kind=row.kind, message=row.message),
             created_at=in_utc(row.created_at),
         )

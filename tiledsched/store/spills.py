@@ -16,8 +16,8 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts, spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.evidence import nearest_compiler
+from tiledsched.store.manifest import model_file
 from tiledsched.store.rows import RowReader, quoted, where
-from tiledsched.store.shipped import model_file
 
 Spills = Mapping[str, Mapping[str, int]]
 """By the id of a schedule, then of a class of problems, the bytes of registers that the program spills a thread, where that is

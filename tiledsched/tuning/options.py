@@ -150,19 +150,12 @@ def is_list(text: str) -> bool:
 
 
 def options_of(cls: type[Options]) -> tuple[OptionSpec, ...]:
-    """The options of an options class, in the order of its fields."""
-    return tuple(OptionSpec(name=each.name, default=each.default, **each.metadata) for each in dataclasses.fields(cls))
+    """The options of an options class, its own first."""
+    ordered = sorted(dataclasses.fields(cls), key=lambda each: each.name not in vars(cls).get("__annotations__", {}))
+    return tuple(OptionSpec(name=each.name, default=each.default, **each.metadata) for each in ordered)
 
 
 # What several options classes have in common: arguments of `option`.
-BUDGET: Mapping[str, Any] = {
-    "default": None,
-    "type": float,
-    "minimum": 0,
-    "metavar": "SECONDS",
-    "help": "stop after this long, all problems together",
-    "default_help": "no limit",
-}
 ACCUM_MODE: Mapping[str, Any] = {
     "default": None,
     "choices": SETTINGS["accum_mode"],
@@ -191,15 +184,26 @@ NEIGHBOURS: Mapping[str, Any] = {
     "help": "also try schedules one or two knobs away from the fastest, beyond what the space explores",
 }
 SEED: Mapping[str, Any] = {"default": 0, "metavar": "N", "help": "seed of all that is drawn at random"}
-COMPILE_TIMEOUT: Mapping[str, Any] = {
-    "default": DEFAULT_TIMEOUT_S,
-    "metavar": "SECONDS",
-    "help": "how long one schedule may compile",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(Options):
+class BuildOptions(Options):
+    """What commands that build programs have in common."""
+
+    budget_s: float | None = option(
+        None,
+        type=float,
+        minimum=0,
+        metavar="SECONDS",
+        help="stop after this long, all problems together",
+        default_help="no limit",
+    )
+    seed: int = option(**SEED)
+    compile_timeout_s: float = option(DEFAULT_TIMEOUT_S, metavar="SECONDS", help="how long one schedule may compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(BuildOptions):
     """How a tune searches, how much it does, and what decides."""
 
     effort: str = option("default", choices=tuple(EFFORTS), help="how much is measured, or without a GPU built")
@@ -211,7 +215,6 @@ class TuneOptions(Options):
         help="measure at most so many programs per problem, earlier ones included; without a GPU, build so many schedules",
         default_help="as the effort says",
     )
-    budget_s: float | None = option(**BUDGET)
     regime: str | None = option(
         None,
         choices=SETTINGS["regime"],
@@ -267,8 +270,6 @@ class TuneOptions(Options):
         choices=("auto", "gpu", "none"),
         help="measure on the GPU (gpu), let the model rank (none), or measure if a GPU of the arch is here (auto)",
     )
-    seed: int = option(**SEED)
-    compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -287,7 +288,7 @@ class TuneOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordOptions(Options):
+class RecordOptions(BuildOptions):
     """How much of a landscape is recorded."""
 
     programs: int = option(300, minimum=1, metavar="N", help="distinct programs per problem")
@@ -295,19 +296,15 @@ class RecordOptions(Options):
         24, minimum=0, metavar="N", help="so many of the fastest are measured in the sustained regime, too"
     )
     build_only: bool = option(False, help="build the programs and stop; needs no GPU")
-    budget_s: float | None = option(**BUDGET)
     accum_mode: str | None = option(**ACCUM_MODE)
     space: str | None = option(**SPACE)
-    seed: int = option(**SEED)
-    compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefreshOptions(Options):
+class RefreshOptions(BuildOptions):
     """How much is done for entries whose machine code is no longer what was measured."""
 
     effort: str = option("quick", choices=tuple(EFFORTS), help="how much the races of a refresh do")
-    budget_s: float | None = option(**BUDGET)
     neighbours: bool = option(**NEIGHBOURS)
     runner: str = option(
         "auto",
@@ -315,8 +312,6 @@ class RefreshOptions(Options):
         help="race if a GPU of the arch is here (auto), or only say what would be raced (none)",
     )
     numerics: str = option(**SAME_NUMERICS)
-    seed: int = option(**SEED)
-    compile_timeout_s: float = option(**COMPILE_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)

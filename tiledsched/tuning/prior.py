@@ -24,8 +24,8 @@ from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.db import TuningDB
 from tiledsched.store.evidence import leaders, timed_as_now
 from tiledsched.store.exchange import read_table
+from tiledsched.store.manifest import shipped_landscapes
 from tiledsched.store.records import Entry, StoredMeasurement
-from tiledsched.store.shipped import shipped_landscapes
 from tiledsched.tuning.resources import Resources
 from tiledsched.tuning.study import Estimate
 from tiledsched.tuning.surrogate import Known

@@ -124,18 +124,6 @@ def _values(schedule: Schedule) -> list[Value]:
     return [(name, repr(value)) for name, value in schedule.items()]
 
 
-class PlannedOrder:
-    """A planned order, drawn once and shared: enumerating a space takes seconds."""
-
-    def __init__(self, order: Iterator[Schedule]) -> None:
-        self._order, self._drawn = order, list[Schedule]()
-
-    def first(self, count: int) -> list[Schedule]:
-        """The first `count` schedules; fewer where there are no more."""
-        self._drawn += itertools.islice(self._order, max(0, count - len(self._drawn)))
-        return self._drawn[:count]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LandscapeFile:
     """One landscape file that was written."""
@@ -207,7 +195,7 @@ class Recorder:
         self.builder, self.space, self.options, self.run_id, self.runner = builder, space, options, run_id, runner
         self.say = progress or (lambda line: None)
         self._pinned = accuracy_class(space, options.accum_mode or Settings().accum_mode)
-        self._plans: dict[tuple[object, ...], PlannedOrder] = {}
+        self._plans: dict[tuple[object, ...], Iterator[Schedule]] = {}
 
     def record(self, problems: Sequence[Problem], folder: Path) -> Iterator[RecordResult]:
         """Record every problem in turn and write its landscapes to `folder`; a result as each is done.
@@ -218,9 +206,10 @@ class Recorder:
         for deadline_s, problem in zip(deadlines(self.options.budget_s, len(problems)), problems, strict=True):
             yield _Recording(self, problem, deadline_s).run(folder)
 
-    def plan(self, problem: Problem, deadline_s: float) -> PlannedOrder:
-        """The plan of a problem, of the schedules that are listed by `deadline_s`; problems of one class that the constraints
-        cannot tell apart share one.
+    def plan(self, problem: Problem, deadline_s: float) -> Iterator[Schedule]:
+        """The planned order of a problem, of the schedules that are listed by `deadline_s`.
+
+        Problems of one class that the constraints cannot tell apart share one, because enumerating a space takes seconds.
         """
         read = {name for constraint in self.space.constraints for name in constraint.names}
         kind = problem.declaration.similarity.kind
@@ -229,11 +218,11 @@ class Recorder:
         if key not in self._plans:
             known = self.builder.db.entries(self.space.arch, problem.kernel)
             seeds = [entry.schedule for entry in known if kind(entry.problem) == kind(problem)]
-            order = plan(
+            self._plans[key] = plan(
                 self.space, problem, seeds=seeds, pinned=self._pinned, seed=self.options.seed, deadline_s=deadline_s
             )
-            self._plans[key] = PlannedOrder(order)
-        return self._plans[key]
+        self._plans[key], order = itertools.tee(self._plans[key])
+        return order
 
 
 class _Recording:
@@ -286,14 +275,13 @@ class _Recording:
         )
         batch, programs = max(16, 4 * self.builder.pool.jobs), list[Program]()
         while len(programs) < wanted and not (programs and self.late()):
-            planned = order.first(len(self.planned) + batch)
-            new = planned[len(self.planned) :]
+            new = list(itertools.islice(order, batch))
             if not new:
                 break
             self.compiled += self.builder.build(new, self.problem, deadline_s=self.deadline_s)
-            self.planned = planned
-            programs = self.builder.programs(planned, self.problem, self.device)
-            say(f"{self.problem}: built {len(planned)} schedules, {len(programs)} of {wanted} programs")
+            self.planned += new
+            programs = self.builder.programs(self.planned, self.problem, self.device)
+            say(f"{self.problem}: built {len(self.planned)} schedules, {len(programs)} of {wanted} programs")
         if not programs:
             why = f"none of {len(self.planned)} schedules builds" if self.planned else "no schedule is valid"
             records = (self.builder.record(schedule, self.problem) for schedule in self.planned)

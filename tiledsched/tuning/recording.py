@@ -17,6 +17,9 @@ from tiledsched.measure.replay import ReplayRunner
 from tiledsched.store.exchange import read_table
 from tiledsched.tuning.resources import Tools
 
+NOT_RECORDED = "not recorded"
+"""Why a schedule does not build."""
+
 
 class ReplayedPrograms(ProgramStore):
     """Programs of which only the facts are known."""
@@ -56,11 +59,10 @@ class Recording(BuildPool):
         first = stored[0].measurement
         self.kernel, self.arch, self.device_name = first.problem.declaration, first.device.arch, first.device.name
         self.toolchain = stored[0].toolchain
-        device = replace(first.device, name=f"replay of {first.device.name}")
         complete = space_for(self.arch, self.kernel).complete  # recorded before the youngest knobs
-        self.measurements = [
-            replace(each.measurement, device=device, schedule=complete(each.measurement.schedule)) for each in stored
-        ]
+        self.measurements = [replace(each.measurement, schedule=complete(each.measurement.schedule)) for each in stored]
+        self.day = max(f"{each.created_at:%Y-%m-%d}" for each in stored)
+        """The day of the last measurement."""
         self.problems = list(dict.fromkeys(each.problem for each in self.measurements))
         programs = [each for table in tables for each in table.artifacts]
         self.programs = ReplayedPrograms({each.fingerprint: each.facts for each in programs if each.facts is not None})
@@ -70,13 +72,15 @@ class Recording(BuildPool):
     def tools(self) -> Tools:
         """What a session works with, in place of a compiler and a GPU: it searches what was recorded."""
         recorded = list(dict.fromkeys(each.schedule for each in self.measurements))
+        device = replace(self.measurements[0].device, name=f"replay of {self.device_name}")
+        measured = [replace(each, device=device) for each in self.measurements]
         return Tools(
             toolchain=lambda: self.toolchain,
             artifacts=lambda folder: self.programs,
             pool=lambda jobs: self,
-            devices=lambda: [self.measurements[0].device],
+            devices=lambda: [device],
             lacking=lambda: "",
-            runner=lambda kernel, seed: ReplayRunner(kernel, self.measurements, seed=seed),
+            runner=lambda kernel, seed: ReplayRunner(kernel, measured, seed=seed),
             rivals=lambda kernel, runner, regime: None,
             space=lambda arch, kernel, file: chosen_space(arch, kernel, file).limited_to(recorded),
         )
@@ -90,5 +94,5 @@ class Recording(BuildPool):
             found = self._fingerprints.get((task.problem, task.schedule), "")
             recorded = self.programs.has(task.arch, found)
             artifact = self.programs.get(task.arch, found) if recorded else None
-            failure = None if recorded else Failure(kind=FailureKind.COMPILE_ERROR, message="not recorded")
+            failure = None if recorded else Failure(kind=FailureKind.COMPILE_ERROR, message=NOT_RECORDED)
             yield Built(task=task, artifact=artifact, failure=failure, seconds=0.0)

@@ -21,7 +21,7 @@ from tiledsched.core.schedule import PLAIN, SHORT, Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.similarity import FEW_ROWS
-from tiledsched.store.exchange import read_text
+from tiledsched.store.exchange import text_of
 
 FILES = ("coverage_tuned.csv.xz", "both_regimes.csv.xz")
 KNOBS = {short: name for name, short in SHORT.items()}
@@ -53,7 +53,8 @@ def main() -> None:
     races: dict[str, dict[str, float]] = defaultdict(dict)
     later = set()
     for name in FILES:
-        for row in csv.DictReader(io.StringIO(read_text(Path(__file__).parent / name))):
+        path = Path(__file__).parent / name
+        for row in csv.DictReader(io.StringIO(text_of(path, path.read_bytes()))):
             problem = problems.get(row["problem"])
             if problem is not None and problem.mean_rows <= FEW_ROWS and row.get("regime", "burst") == "burst":
                 if row["problem"] not in races and row.get("run", "") > LAST_FITTED:

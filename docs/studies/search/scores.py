@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from docs.studies.search.field import Field
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import csv_text
-from tiledsched.store.exchange import read_text, write_text
+from tiledsched.store.exchange import text_of, write_text
 
 DEPTHS = (10, 25, 50, 100)
 """Numbers of measurements after which regret is taken."""
@@ -211,7 +211,7 @@ def read_runs(path: Path) -> list[Run]:
         ConfigError: the file cannot be read or has other columns.
     """
     try:
-        text = read_text(path)
+        text = text_of(path, path.read_bytes())
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give a file that bench-search wrote") from error
     reader = csv.DictReader(io.StringIO(text))

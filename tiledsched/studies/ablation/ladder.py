@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.canonical import canonical_json
-from tiledsched.core.errors import Failure
+from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.files import csv_text, write_whole
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
-from tiledsched.measure.runner import Batch, Candidate, Runner
+from tiledsched.measure.runner import Batch, Runner
 from tiledsched.rivals.rows import OK, SIZES, timing_columns
-from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms, said
-from tiledsched.tuning.builder import Key
+from tiledsched.tuning.builder import Builder, Key, Program
+from tiledsched.tuning.recording import NOT_RECORDED
 
 LADDER, WITHOUT, TRIED = "ladder", "without", "tried"
 FIRST_COLUMNS = ("dtype", "causal", *SIZES)
@@ -141,9 +141,8 @@ class Ladder:
 
     Args:
         runner: what times; `begin` is called here.
-        source: where programs come from.
+        builder: builds programs with the compiler, or finds those that were recorded.
         space: whose constraints hold.
-        kernel: whose grids are part of a program's identity.
         problem: what is computed.
         regime: burst or sustained.
         rounds: samples of each in the final run.
@@ -156,9 +155,8 @@ class Ladder:
     def __init__(
         self,
         runner: Runner,
-        source: CompiledPrograms | RecordedPrograms,
+        builder: Builder,
         space: SearchSpace,
-        kernel: KernelClass,
         problem: Problem,
         *,
         regime: str = "burst",
@@ -167,7 +165,7 @@ class Ladder:
         taken: str = "",
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._runner, self._source, self._space, self._kernel = runner, source, space, kernel
+        self._runner, self._builder, self._space = runner, builder, space
         self._problem, self._regime, self._rounds, self._progress = problem, regime, rounds, progress
         self._recorded, self._taken = recorded, taken
         self._checked: dict[Key, str] = {}
@@ -219,7 +217,8 @@ class Ladder:
             if isinstance(outcome := outcomes[schedule], Timing)
         ]
         for _, _, group in sorted(timed):
-            if not self._wrong(self._source.find([options[group]], self._problem)[options[group]]):
+            (program,) = self._builder.programs([options[group]], self._problem, self._runner.device)
+            if not self._failure(program, check=True):
                 return group, options[group]
         return tuple(name for group in left for name in group), tuned
 
@@ -239,34 +238,37 @@ class Ladder:
                 outcomes[schedule] = f"not valid: {'; '.join(broken)}"
             else:
                 wanted.append(schedule)
-        programs: dict[Key, tuple[Candidate, list[Schedule]]] = {}
-        for schedule, found in self._source.find(wanted, self._problem).items():
-            # A program that runs is timed where a rung is chosen; for a rung, its results must be right, too.
-            failed = self._wrong(found) if check or isinstance(found, str) else said(self._runner.probe(found))
-            if failed or isinstance(found, str):
-                outcomes[schedule] = failed
-            else:
-                programs.setdefault(self._key(found), (found, []))[1].append(schedule)
-        ready = list(programs.values())
+        self._builder.build(wanted, self._problem)
+        outcomes |= {each: self._unbuilt(each) for each in wanted}
+        ready = []
+        for program in self._builder.programs(wanted, self._problem, self._runner.device):
+            failure = self._failure(program, check=check)
+            outcomes |= dict.fromkeys(program.schedules, failure)
+            ready += [] if failure else [program]
         rounds *= SUSTAINED_ROUNDS if self._regime == "sustained" else 1
-        batches = self._runner.sample([each for each, _ in ready], rounds=rounds, regime=self._regime) if ready else []
-        for (_, members), batch in zip(ready, batches, strict=True):
-            outcomes |= dict.fromkeys(members, outcome_of(batch))
+        candidates = self._builder.candidates(ready)
+        batches = self._runner.sample(candidates, rounds=rounds, regime=self._regime) if ready else []
+        for program, batch in zip(ready, batches, strict=True):
+            outcomes |= dict.fromkeys(program.schedules, outcome_of(batch))
         return outcomes
 
-    def _key(self, candidate: Candidate) -> Key:
-        return candidate.artifact.fingerprint, self._kernel.grids(
-            self._problem, candidate.schedule, self._runner.device
-        )
+    def _unbuilt(self, schedule: Schedule) -> str:
+        """Why a schedule is no program; empty where it is one."""
+        record = self._builder.record(schedule, self._problem)
+        return said(record.failure) if record else "not built"
 
-    def _wrong(self, found: Candidate | str) -> str:
-        """Why a program may not be a rung; empty where it may. Each program's accuracy is checked once."""
-        if isinstance(found, str):
-            return found
-        key = self._key(found)
-        if key not in self._checked:
-            self._checked[key] = said(self._runner.check(found))
-        return self._checked[key]
+    def _failure(self, program: Program, *, check: bool) -> str:
+        """Why a program has no time where a rung is chosen; why it may not be a rung, for which its results must be right, too.
+
+        Each program is checked once.
+        """
+        for candidate in self._builder.candidates([program]):
+            if not check:
+                return said(self._runner.probe(candidate))
+            if program.key not in self._checked:
+                self._checked[program.key] = said(self._runner.check(candidate))
+            return self._checked[program.key]
+        return f"{FailureKind.ARTIFACT_CORRUPT}: run again to build it anew"
 
     def _row(
         self,
@@ -298,6 +300,13 @@ class Ladder:
             runner=self._runner.name,
             taken=self._taken,
         )
+
+
+def said(found: object) -> str:
+    """A failure as the status of a row; empty for what is none."""
+    if not isinstance(found, Failure):
+        return ""
+    return NOT_RECORDED if found.message == NOT_RECORDED else f"{found.kind}: {found.message}"
 
 
 def outcome_of(batch: Batch | Failure) -> Outcome:

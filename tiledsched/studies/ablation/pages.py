@@ -11,6 +11,7 @@ from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, 
 from tiledsched.report.vega import BLUE, ORANGE, RED, Spec, quantity, tips, titled, word
 from tiledsched.studies.ablation.ladder import LADDER, TRIED, WITHOUT, AblationRow
 from tiledsched.studies.pages import first_line, labelled_bars, untimed
+from tiledsched.tuning.recording import NOT_RECORDED
 
 SMALL = 0.01
 """A knob that costs less than this when it is turned back is said to cost little."""
@@ -41,7 +42,7 @@ def document(rows: Sequence[AblationRow]) -> list[Block]:
     failed = [
         (str(row.problem), f"{_place(row)}: {_change(row)}", row.status)
         for row in rows
-        if not row.timing and (row.view != TRIED or row.status != "not recorded")
+        if not row.timing and (row.view != TRIED or row.status != NOT_RECORDED)
     ]
     return blocks + untimed(("problem", "schedule", "why"), failed, folded=bool(timed))
 

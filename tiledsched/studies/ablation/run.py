@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 
-from tiledsched.core.errors import ConfigError
+from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
 from tiledsched.core.space_files import space_for
+from tiledsched.measure.replay import ReplayRunner
 from tiledsched.ops.own_methods import untuned
+from tiledsched.store.db import TuningDB
 from tiledsched.studies.ablation.ladder import AblationRow, Ladder
-from tiledsched.studies.ablation.sources import CompiledPrograms, RecordedPrograms
+from tiledsched.tuning.builder import Builder
+from tiledsched.tuning.recording import Recording
 from tiledsched.tuning.session import Session
 
 
 def replay_ablation(
-    kernel: KernelClass,
-    files: Sequence[Path],
+    files: Sequence[str],
     arch: str,
     *,
     start: str = "default",
@@ -29,7 +30,6 @@ def replay_ablation(
     """The rows of each recorded landscape. Needs neither a GPU nor a compiler.
 
     Args:
-        kernel: the kernel of a landscape that holds nothing.
         files: landscapes.
         arch: the arch on which all of them were recorded.
         start: the first rung, `untuned` or `default`.
@@ -37,33 +37,31 @@ def replay_ablation(
         progress: called with a line for each rung.
 
     Raises:
-        ConfigError: a landscape of another arch.
-        MeasureError: a landscape that holds nothing.
+        ConfigError: a landscape of another arch, or one that holds nothing.
+        MeasureError: no program in it passed the accuracy check.
     """
-    from tiledsched.measure.replay import ReplayRunner
-    from tiledsched.store.exchange import read_table
-
     for path in files:
-        table = read_table(path)
-        first = table.measurements[0].measurement if table.measurements else None
-        if first is not None and first.device.arch != arch:
-            raise ConfigError(f"{path} was recorded on {first.device.arch}; pass --arch {first.device.arch}")
-        recorded_kernel = first.problem.declaration if first is not None else kernel
-        space = space_for(arch, recorded_kernel)
-        recorded = RecordedPrograms(table, space)
-        ladder = Ladder(
-            ReplayRunner(recorded_kernel, recorded.measurements),
-            recorded,
-            space,
-            recorded_kernel,
-            recorded.problem,
-            regime=recorded.regime,
-            rounds=rounds,
-            recorded=recorded.holds,
-            taken=max(f"{stored.created_at:%Y-%m-%d}" for stored in table.measurements),
-            progress=progress,
-        )
-        yield ladder.climb(_first_rung(start, space, recorded.problem), recorded.best.schedule)
+        recording = Recording([path])
+        if recording.arch != arch:
+            raise ConfigError(f"{path} was recorded on {recording.arch}; pass --arch {recording.arch}")
+        problem, kernel, space = recording.problems[0], recording.kernel, space_for(arch, recording.kernel)
+        checked = [each for each in recording.measurements if each.accuracy is not None]
+        if not checked:
+            raise MeasureError(f"no program of {problem} passed the accuracy check; record it again")
+        best = min(checked, key=lambda each: (each.median_us, each.schedule.id))
+        with TuningDB.open(":memory:") as db:
+            ladder = Ladder(
+                ReplayRunner(kernel, recording.measurements),
+                Builder(db, recording.programs, kernel, arch, recording.toolchain, recording),
+                space,
+                problem,
+                regime=best.regime,
+                rounds=rounds,
+                recorded={each.schedule for each in recording.measurements}.__contains__,
+                taken=recording.day,
+                progress=progress,
+            )
+            yield ladder.climb(_first_rung(start, space, problem), best.schedule)
 
 
 def run_ablation(
@@ -95,15 +93,14 @@ def run_ablation(
         runner = session.open_runner(kernel, "gpu", without="--replay FILE")
         assert runner is not None
         served, space = load_table(settings, kernel=kernel), session.space(kernel)
-        source = CompiledPrograms(session.builder(kernel))
+        builder = session.builder(kernel)
         for problem in problems:
             found = served.resolve(problem, session.arch, runner.device.name)
             progress(f"{problem}: {found.provenance} schedule {found.schedule.short()}")
             ladder = Ladder(
                 runner,
-                source,
+                builder,
                 space,
-                kernel,
                 problem,
                 regime=settings.regime,
                 rounds=rounds,
