@@ -15,7 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.entries_source import compiled
+from tiledsched.core.sources import compiled
 
 TILE = 64
 SOURCE = """def apply_mods({arrays}Scores: ct.Array, b: int, h: int, first: int):
