@@ -46,6 +46,7 @@ def random_mask(kind, shape, dtype):
     added = torch.randn(shape, generator=generator).to(dtype if kind == "added" else torch.float32)
     added = added.masked_fill(~seen, -math.inf)
     added[..., 2, :] = MIN[added.dtype]
+    added[..., 3, :] = max(-1e9, MIN[added.dtype])
     return added
 
 
@@ -168,6 +169,32 @@ def test_rows_without_a_key() -> None:
         assert not out.any()
         assert (lse == -math.inf).all()
         assert torch.equal(expected(q, k, v, mask), out)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "added", "added in float32", "of keys", "many rows"])
+@pytest.mark.parametrize(
+    "schedule", [{}, {"structure": "two_pass", "tile_m": 64, "tile_n": 64, "tile_m_dq": 64, "tile_n_dq": 64}]
+)
+def test_gradients(own, kind, schedule) -> None:
+    rows = 140 if kind == "many rows" else 70
+    given = tensors(batch=2, heads=4, kv_heads=2, rows=rows, keys=75, columns=32)
+    mask = random_mask("boolean" if kind in ("of keys", "many rows") else kind, (2, 1, rows, 75), torch.float16)
+    mask = mask[:, :, 3:4] if kind == "of keys" else mask
+    ours, theirs = (
+        [each.clone().to(dtype).requires_grad_() for each in given] for dtype in (torch.float16, torch.float64)
+    )
+    dout = torch.randn(2, 4, rows, 32).half()
+    with configure(**schedule):
+        serve.sdpa(*ours, mask).backward(dout)
+    k, v = (each.repeat_interleave(2, 1) for each in theirs[1:])
+    scores = theirs[0] @ k.mT / math.sqrt(32)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else (scores.float() + mask).double()
+    seen = scores.amax(-1, keepdim=True) > -1e6  # rows whose scores float32 cannot tell apart have no gradients
+    weights = scores.masked_fill(~seen, 0.0).softmax(-1) * seen
+    (weights @ v).backward(dout.double())
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=5e-3, atol=5e-3)
+    assert len(own) > 2
 
 
 # Programs, and what is left to torch

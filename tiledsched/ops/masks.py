@@ -11,7 +11,7 @@ import torch
 
 from tiledsched.kernels.attention.shipped_mods import additive_mask, boolean_mask
 from tiledsched.kernels.attention.similarity import FEW_ROWS
-from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
+from tiledsched.ops.arguments import odd_scale, unserved
 from tiledsched.ops.block_masks import find_lists, types_of, variant_named
 from tiledsched.ops.flex import flex_lse_operator, flex_operator
 from tiledsched.serve import process
@@ -36,7 +36,7 @@ def attend_masked(q: Any, k: Any, v: Any, mask: Any, scale: float | None, return
         if found is None:
             return None
         return (found[0][0], found[1][0]) if return_lse else found[0]
-    if not is_own() or odd_scale(scale) or unserved(q, k, v, None, 0.0) or needs_gradients(q, k, v):
+    if not is_own() or odd_scale(scale) or unserved(q, k, v, None, 0.0):
         return None
     if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, mask)):
         return None

@@ -286,7 +286,7 @@ def _attend(
         ends = hidden_ends(mask, q, k)
         if ends is not None:
             mask, features = None, read_features(q, k, None, key_starts=ends[0], key_lengths=ends[1])[1]
-    if isinstance(mask, Tensor) and features is NO_FEATURES and not dropout_p:
+    if isinstance(mask, Tensor) and features is NO_FEATURES and not dropout_p and deterministic is None:
         result = attend_masked(q, k, v, mask, scale, return_lse)
         if result is not None:
             return result
