@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 
@@ -13,10 +15,12 @@ torch = pytest.importorskip("torch")
 import flex_mods as mods
 from serve_on_cpu import TOLERANCE, capturing, changed, rows_first, tensors
 from torch.autograd import forward_ad
+from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiledsched as ts
+from docs.studies import flex_variants
 from tiledsched import configure
 from tiledsched.core.errors import DeclarationError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.ops import block_masks, plans
@@ -98,6 +102,7 @@ def test_what_is_computed(launches, name) -> None:
     q, k, v = given()
     for _ in range(3):
         check(ts.flex(q, k, v, return_lse=True, **how), q, k, v, **right)
+    assert torch.int64 not in {getattr(each, "dtype", None) for launch in launches for each in launch[3]}
     if "mask_mod" in how:
         arrays = how.get("arrays", ())
         mask = ts.block_mask(how["mask_mod"], q, k, arrays)
@@ -143,6 +148,22 @@ def test_empty_tensors(launches, sizes) -> None:
     assert lse.shape == q.shape[:3]
     assert torch.equal(lse, torch.full_like(lse, -math.inf))
     assert not launches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", flex_variants.NAMES)
+def test_the_twelve_variants_are_those_of_torch(launches, name) -> None:
+    of = flex_variants.compared(name, 2, 4, ROWS, device="cpu")
+    q, k, v = given(kv_heads=4, rows=of.rows or ROWS, keys=ROWS)
+    mask = ts.block_mask(of.mask, q, k, of.arrays) if of.mask else None
+    right = of.torch_mask and flex_attention.create_block_mask(of.torch_mask, 2, 4, q.shape[2], ROWS, device="cpu")
+    want = flex_attention.flex_attention(
+        q.double(), k.double(), v.double(), score_mod=of.torch_score, block_mask=right or None
+    )
+    for how in ({"mask_mod": of.mask}, {"block_mask": mask}):
+        torch.testing.assert_close(
+            ts.flex(q, k, v, of.score, arrays=of.arrays, **how), want.half(), **TOLERANCE[q.dtype]
+        )
 
 
 # Plans
@@ -224,6 +245,21 @@ def test_equal_objects_of_other_code_are_told_apart(launches) -> None:
     for step in (2, 2.0, 2):
         ts.flex(q, k, v, mask_mod=mods.Strided(step))
     assert len({plan.problem.kernel for plan in plans.cache.plans.values()}) == 2
+
+
+def test_no_array_of_a_call_is_held(launches) -> None:
+    """Biases are large."""
+    q, k, v = given(rows=70)
+    array, mask = ids()[:, :70].clone(), None
+    for _ in range(3):
+        mask = ts.block_mask(mods.documents, q, k, (array,))
+        ts.flex(q, k, v, block_mask=mask, arrays=(array,))
+        ts.flex(q, k, v, mask_mod=mods.documents, arrays=(array,))
+    held = [weakref.ref(each) for each in (array, mask.lists)]
+    launches.clear()
+    del array, mask
+    gc.collect()
+    assert [each() for each in held] == [None, None]
 
 
 def test_lists_of_a_mask_without_arrays_are_made_once_for_each_stream(launches) -> None:
@@ -408,6 +444,8 @@ def test_block_masks_of_other_calls_are_refused(launches) -> None:
     ts.flex(q, k, v, block_mask=mask)
     ts.flex(q, k, v, block_mask=mask)
     for others in ((q[:, :, :149], k, v), (q, k[:, :, :149], v[:, :, :149])):  # as many blocks
+        for _ in range(2):
+            ts.flex(*others, block_mask=ts.block_mask(mods.causal, *others[:2]))
         with pytest.raises(
             ProblemError, match=r"block_mask is for 150 rows and 150 keys.*make one with tiledsched.block_mask"
         ):

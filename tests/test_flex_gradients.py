@@ -422,7 +422,9 @@ def test_a_plan_is_made_once_and_launched(launches, name):
     given, wanted = flex_call(name)
     for _ in range(2):
         assert_gradients(backward.gradients(*given), wanted)
-    assert len(backward.cache.ready) == 1
+    (plan,) = backward.cache.ready.values()
+    assert plan.rival is plan.in_graphs is None  # which would know nothing of the functions
+    assert not plan.problem.declaration.rivals(plan.problem)
     assert len(launches) == 6
     assert_gradients(backward.gradients(*given[:-1], True), wanted)  # deterministic
     assert len(launches) == 9

@@ -163,7 +163,7 @@ class BackwardCall(NamedTuple):
         except ProblemError as error:
             return str(error)
         inputs = self.inputs()
-        rivals = lambda: raced(problem, scale, cap, late=True)  # noqa: E731
+        rivals = None if features.by_reference else lambda: raced(problem, scale, cap, late=True)
         decision = choose(f"{features.front}'s backward pass", problem, tuple(inputs.values()), rivals, served)
         if isinstance(decision, str):
             return decision

@@ -45,14 +45,14 @@ _traced = torch.compiler.is_dynamo_compiling
 
 
 class Ready(NamedTuple):
-    """What calls like one that was served before need."""
+    """What calls like one that was served before need. It holds none of their arrays."""
 
     plan: Plan
     """Their plan."""
-    variant: Variant
-    """The kernel, and the lists of that call; None where there are none."""
-    keeps: bool
-    """Whether these lists are those of all calls without a block mask: of a function that takes no arrays."""
+    listed: str
+    """Name of the kernel where it takes lists of blocks; else empty."""
+    lists: Tensor | None
+    """Those of all calls without a block mask, of a function without arrays; None for none."""
     held: tuple[Any, ...]
     """The functions, so that no other object takes their identity."""
 
@@ -147,17 +147,14 @@ def flex(
             elif mask_mod is not None:  # its lists are those of a stream
                 of_mask = _stream_of(q)
             given = (q, k, v, *arrays)
-            functions = (id(score_mod), id(mask_mod), id(score_grad))
-            ready = hot.find_ready(given, (functions, of_mask, len(arrays), scale, return_lse))
+            ready = hot.find_ready(given, (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse))
             if ready is not None:
-                lists = ready.variant.lists
-                if block_mask is not None:
-                    lists = lists if lists is None else block_mask.lists
-                elif lists is not None and (not ready.keeps or process.runtime.is_capturing()):
-                    lists = fill_lists(q, k, arrays, ready.variant.kernel.name)
-                result = launch_plan(
-                    ready.plan, given if lists is None else (q, k, v, lists, *arrays), None, False, True
-                )
+                if ready.listed:
+                    lists = ready.lists if block_mask is None else block_mask.lists
+                    if lists is None or (block_mask is None and process.runtime.is_capturing()):
+                        lists = fill_lists(q, k, arrays, ready.listed)
+                    given = (q, k, v, lists, *arrays)
+                result = launch_plan(ready.plan, given, None, False, True)
                 return (result[0], result[1].squeeze(-1)) if return_lse else result
     return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse, score_grad)
 
@@ -354,16 +351,15 @@ def _attend(
     operator = flex_lse_operator if return_lse else flex_operator
     result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
     if not _traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
-        variant = Variant(kernel, lists, arrays)
         of_mask = None if mask_mod is None else _stream_of(q)
         of_mask = of_mask if block_mask is None else block_mask.key
-        functions = (score_mod, mask_mod, score_grad)
-        key = call_key(*given, tuple(map(id, functions)), of_mask, len(arrays), scale, return_lse)
-        keeps = not (block_mask or arrays) and lists is not None and not process.runtime.is_capturing()
+        key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
+        listed, held = "" if lists is None else kernel, (score_mod, mask_mod, block_mask and block_mask.mask_mod)
         with lock:
-            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, variant))
+            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, Variant(kernel, lists, arrays)))
             if plan is not None:
-                ready = Ready(plan, variant, keeps, (*functions, block_mask and block_mask.mask_mod))
+                is_own = block_mask is None and not arrays and not process.runtime.is_capturing()
+                ready = Ready(plan, listed, lists if is_own else None, held)
                 hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
     return result
 
