@@ -260,9 +260,9 @@ class Case:
         found, seen = defaultdict(list), set()
         groups = defaultdict(list)
         for each in self.times:
-            for knob in each:
-                rest = frozenset((name, typed(value)) for name, value in each.items() if name != knob)
-                groups[knob, rest].append(each)
+            whole = frozenset((name, typed(value)) for name, value in each.items())
+            for knob, value in each.items():
+                groups[knob, whole - {(knob, typed(value))}].append(each)
         for (knob, _), members in groups.items():
             for one, other in itertools.combinations(members, 2):
                 if min(self.times[one], self.times[other]) > 1.3 * self.us:
