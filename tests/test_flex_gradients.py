@@ -388,9 +388,10 @@ def test_the_authors_own_derivative_is_used_and_part_of_the_identity():
 
 
 def flex_call(name, rows=40, columns=16, scale=0.3):
-    """(arguments of flex_gradients, right gradients) of a call of `flex` with its results."""
+    """(arguments of the gradients of `flex` as autograd asks for them, the right ones) of a call with its results."""
     torch = pytest.importorskip("torch")
     from tiledsched.ops.block_masks import types_of, variant_named
+    from tiledsched.ops.flex import Variant
 
     rng = np.random.default_rng(0)
     _, arrays, change, visible = case(name, 2, 4, rows, rows, rng)
@@ -401,15 +402,15 @@ def flex_call(name, rows=40, columns=16, scale=0.3):
     q, k, v, dout, dlse = map(torch.from_numpy, given.values())
     saved = (q, k, v, torch.from_numpy(out).half(), torch.from_numpy(lse).float())
     arrays = [*map(torch.from_numpy, arrays)]
-    kernel = variant_named(*FUNCTIONS[name], types_of(arrays))
-    return (dout, dlse, saved, kernel, None, arrays, scale, None), wanted
+    variant = Variant(variant_named(*FUNCTIONS[name], types_of(arrays)), None, arrays)
+    return (dout, dlse, saved, None, scale, variant, None), wanted
 
 
 FUNCTIONS = {"alibi": (alibi, None), "softcap": (softcap, causal), "documents": (None, same_document)}
 
 
 def assert_gradients(found, wanted):
-    for one, right in zip(found, wanted, strict=True):
+    for one, right in zip(found[:3], wanted, strict=True):
         assert one.dtype.itemsize == 2
         assert np.linalg.norm(one.double().numpy() - right) < 3e-3 * np.linalg.norm(right)
 
@@ -420,43 +421,55 @@ def test_a_plan_is_made_once_and_launched(launches, name):
 
     given, wanted = flex_call(name)
     for _ in range(2):
-        assert_gradients(backward.flex_gradients(*given), wanted)
-    assert len(backward.cache.ready) == 1
+        assert_gradients(backward.gradients(*given), wanted)
+    (plan,) = backward.cache.ready.values()
+    assert plan.rival is plan.in_graphs is None  # which would know nothing of the functions
+    assert not plan.problem.declaration.rivals(plan.problem)
     assert len(launches) == 6
-    assert_gradients(backward.flex_gradients(*given[:-1], True), wanted)  # deterministic
+    assert_gradients(backward.gradients(*given[:-1], True), wanted)  # deterministic
     assert len(launches) == 9
     assert len(backward.cache.ready) == 2
-    dout, _, saved, *others = given
-    q, k, v, out, lse = saved
-    by_rows = (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, out, lse)
-    found = backward.flex_gradients(dout.transpose(1, 2).contiguous().transpose(1, 2), given[1], by_rows, *others)
+    dout, dlse, (q, *saved), *others = given
+    q, dout = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (q, dout))
+    found = backward.gradients(dout, dlse, (q, *saved), *others)
     assert_gradients(found, wanted)
-    assert found[0].stride() == by_rows[0].stride()
+    assert found[0].stride() == q.stride()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_tensors_on_the_host_are_computed_by_the_reference(fresh, caplog, name):
-    from tiledsched.ops.backward import flex_gradients
+def test_tensors_on_the_host_are_computed_by_the_reference(fresh, name):
+    from tiledsched.ops.backward import gradients
 
     given, wanted = flex_call(name)
-    assert_gradients(flex_gradients(*given), wanted)
-    empty = flex_gradients(*given[:2], [each[:, :, :0] for each in given[2]], *given[3:])
-    assert [tuple(each.shape) for each in empty] == [(2, 4, 0, 16), (2, 2, 0, 16), (2, 2, 0, 16)]
+    with pytest.warns(UserWarning, match="flex uses its reference"):
+        assert_gradients(gradients(*given), wanted)
+    dout, dlse, saved, *others = given
+    empty = gradients(dout[:, :, :0], dlse[:, :, :0], tuple(each[:, :, :0] for each in saved), *others)
+    assert [tuple(each.shape) for each in empty[:3]] == [(2, 4, 0, 16), (2, 2, 0, 16), (2, 2, 0, 16)]
 
 
 def test_the_operator_of_gradients_is_well_made(launches):
     torch = pytest.importorskip("torch")
     from tiledsched.core.errors import UnsupportedError
-    from tiledsched.ops.backward import check_without_gradients, flex_backward_operator, flex_gradients
+    from tiledsched.ops.backward import gradients
+    from tiledsched.ops.flex import flex_backward_operator
 
     given, wanted = flex_call("alibi", rows=8)
-    dout, dlse, saved, kernel, _, arrays, *options = given
-    torch.library.opcheck(flex_backward_operator, (dout, *saved, dlse, arrays, kernel, *options), rtol=1e-2, atol=1e-2)
+    dout, dlse, saved, _, scale, variant, _ = given
+    arguments = (dout, *saved, dlse, list(variant.arrays), variant.kernel.name, scale, None)
+    torch.library.opcheck(flex_backward_operator, arguments, rtol=1e-2, atol=1e-2)
     saved[0].requires_grad_()
     with torch.enable_grad():
-        found = flex_gradients(*given)
-    assert_gradients([each.detach() for each in found], wanted)
+        found = gradients(*given)
+    assert_gradients([each.detach() for each in found[:3]], wanted)
     with pytest.raises(UnsupportedError, match="second derivatives"):
         found[0].sum().backward()
+
+
+def test_arrays_have_no_gradients(launches):
+    torch = pytest.importorskip("torch")
+    from tiledsched.core.errors import UnsupportedError
+
+    q, k, v = (torch.randn(1, 2, 8, 16).half() for _ in range(3))
     with pytest.raises(UnsupportedError, match=r"arrays\[0\] requires a gradient.*detach"):
-        check_without_gradients([arrays[0].requires_grad_()])
+        ts.flex(q, k, v, alibi, arrays=(torch.ones(2, requires_grad=True),))

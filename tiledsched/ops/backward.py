@@ -7,35 +7,27 @@ serve, and what waits for a compiler, is the gradient of torch's attention, whos
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 
-from tiledsched.core import config
 from tiledsched.core.arrays import LARGEST_INT32
-from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.core.registry import kernel_named
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
-from tiledsched.kernels.attention_backward.variants import gradient_of
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
-from tiledsched.ops.block_masks import by_name
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
 from tiledsched.serve.execute import has_tangent, in_layout, is_transformed, launch_first, launch_plan
 from tiledsched.serve.flops import inform_counters, set_formula
-from tiledsched.serve.op import on_host
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.schema import Output
@@ -43,10 +35,6 @@ from tiledsched.serve.schema import Output
 ARGUMENTS = (
     "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str? causal=None, float? scale=None, "
     f"{SCHEMA}, Tensor? dlse=None, bool? deterministic=None"
-)
-FLEX_ARGUMENTS = (
-    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor[] arrays, str kernel, "
-    "float? scale, bool? deterministic"
 )
 FEATURES = len(AttentionFeatures._fields)
 NO_SECOND = (
@@ -125,10 +113,6 @@ class BackwardCall(NamedTuple):
     """The gradient of `lse`; None for none."""
     deterministic: bool = False
     """Whether the gradients must be the same, bit for bit, in every call."""
-    own: str = ""
-    """Name of the kernel of an author's own attention; empty for attention."""
-    arrays: tuple[Any, ...] = ()
-    """What the author's functions take."""
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -141,14 +125,12 @@ class BackwardCall(NamedTuple):
         found = {"Q": q, "K": k, "V": v, "Out": self.out, "dOut": self.dout, "Lse": self.lse}
         if any(each is not None for each in features.tensors):
             found |= features.feature_arrays(q)
-        if self.arrays:
-            found |= by_name(self.arrays)
         return found if self.dlse is None else found | {"dLse": self.dlse}
 
     def key(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a plan depends on, of which `tensors` are :attr:`tensors`."""
         _, _, _, causal, scale, _, features = self.forward
-        return call_key(*tensors, self.own or causal, scale, features.key, self.dlse is not None, self.deterministic)
+        return call_key(*tensors, causal, scale, features.key, self.dlse is not None, self.deterministic)
 
     def find_plan(self) -> Plan | str:
         """The plan of the call, or why the kernel cannot serve it.
@@ -171,9 +153,6 @@ class BackwardCall(NamedTuple):
         q, k, v, _, scale, _, features = self.forward
         check_tensors(q, k, v)
         reason = _unserved(self.forward)
-        if self.own and not reason:
-            reason = f"q is on {q.device}" if q.device.type != process.runtime.device_type else ""
-            reason = "an array spans more than 2**31 elements" if beyond_int32(self.arrays) else reason
         if reason:
             return reason
         self._check_results()
@@ -184,9 +163,8 @@ class BackwardCall(NamedTuple):
         except ProblemError as error:
             return str(error)
         inputs = self.inputs()
-        rivals = None if self.own else lambda: raced(problem, scale, cap, late=True)
-        name = "flex's backward pass" if self.own else "sdpa's backward pass"
-        decision = choose(name, problem, tuple(inputs.values()), rivals, served)
+        rivals = None if features.by_reference else lambda: raced(problem, scale, cap, late=True)
+        decision = choose(f"{features.front}'s backward pass", problem, tuple(inputs.values()), rivals, served)
         if isinstance(decision, str):
             return decision
         outputs = {}
@@ -203,11 +181,9 @@ class BackwardCall(NamedTuple):
 
         Raises:
             ProblemError: the kernel has no such problem.
-            DeclarationError: no rule knows the derivative of an author's function of scores.
         """
-        kernel = gradient_of(kernel_named(self.own)) if self.own else AttentionBackward  # type: ignore[arg-type]  # hashable
-        more = {"dlse": self.dlse is not None, "deterministic": self.deterministic}
-        return kernel.problem(**self.forward.fields() | more | changes)
+        more = {"dlse": self.dlse is not None, "deterministic": self.deterministic, **changes}
+        return self.forward.features.gradients_kernel.problem(**self.forward.fields() | more)
 
     def _check_results(self) -> None:
         """Raise where the tensors of the forward pass, or their gradients, are not those of q, k and v.
@@ -237,6 +213,8 @@ class BackwardCall(NamedTuple):
     def by_torch(self) -> Gradients:
         """The gradients of torch's attention, which is computed once more, laid out like our own."""
         q, k, v, causal, scale, _, features = self.forward
+        if features.gradients_by_reference is not None:
+            return _four(features.gradients_by_reference(self))
         # An operator is called with autograd left out.
         records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
         with records, torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
@@ -253,25 +231,6 @@ class BackwardCall(NamedTuple):
             for each, like in zip(found, map(torch.empty_like, (q, k, v)), strict=False)
         ]
         return _four((*laid_out, *found[3:]))
-
-    def by_reference(self, reason: str) -> Gradients:
-        """The gradients of an author's own attention, computed in float64 on the host.
-
-        Raises:
-            UnsupportedError: the setting `fallback` is `error`.
-        """
-        q, k, v, _, scale, _, _ = self.forward
-        if 0 in (*q.shape, k.shape[2], v.shape[3]):
-            return _four(map(torch.zeros_like, (q, k, v)))
-        if process.settings().fallback == "error":
-            raise UnsupportedError(f"flex: {reason}; move its tensors to a GPU that `tiledsched doctor` knows")
-        config.warn_once(f"flex: {reason}; the reference computes gradients, slowly, in float64, on the host")
-        problem = self.problem(dtype="float16")  # of any dtype the reference is the same
-        factor = gradient_scales(problem, scale)[2] / gradient_scales(problem)[2]
-        given = {name: on_host(each, "") for name, each in self.inputs().items()}
-        dq, dk, dv = call_reference(problem.declaration, numpy, problem, given | {"Q": given["Q"] * factor})
-        found = zip((q, k, v), (dq * factor, dk, dv), strict=True)
-        return _four([torch.empty_like(like).copy_(torch.from_numpy(each)) for like, each in found])
 
 
 def _four(found: Any) -> Gradients:
@@ -315,13 +274,11 @@ def differentiate(call: BackwardCall, *, keep_zeros: bool = False) -> Gradients:
         return call.launch(plan, tensors, keep_zeros=keep_zeros)
     found = cache.find(key, call.make_plan)
     if isinstance(found, str):
-        if call.own:
-            return call.by_reference(found)
-        report(found)
+        report(found, call.forward.features)
         return call.by_torch()
     q, k, _, causal, _, _, features = call.forward
     # torch's gradients are others in their last bits; its attention in full keeps several arrays of the scores' size.
-    at_once = not call.own and computes_at_once(q, k, causal, call.dlse is not None, features, MOST_SCORES // 4)
+    at_once = computes_at_once(q, k, causal, call.dlse is not None, features, MOST_SCORES // 4)
     stand_in = (lambda plan: in_layout(plan, call.by_torch()[: len(plan.outputs)])) if at_once else None
     launch = lambda plan: call.launch(plan, tensors, first=True)  # noqa: E731
     return _four(launch_first(cache, key, found, launch, call.make_plan, None if call.deterministic else stand_in))
@@ -355,15 +312,17 @@ def gradients(
     dout = torch.zeros_like(out) if dout is None else dout
     tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None]
     if not (_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
-        call = _read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
+        call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
         return differentiate(call, keep_zeros=True)
     if not _traced():
         inform_counters()
+    if features.backward_operator is not None:
+        return _four(features.backward_operator(dout, q, k, v, out, lse, dlse, scale, deterministic))
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
     return found if features.sinks is not None else (*found[:3], None)
 
 
-def _read_call(
+def read_call(
     dout: Any,
     q: Any,
     k: Any,
@@ -376,53 +335,10 @@ def _read_call(
     dlse: Any,
     deterministic: bool | None,
 ) -> BackwardCall:
+    """The call whose gradients autograd asks for; the arguments are those of :func:`gradients`, with `saved` one by one."""
     forward = AttentionCall(q, k, v, causal, scale, True, features)
     dlse = None if dlse is None else dlse.contiguous()
     return BackwardCall(forward, out, as_launched(dout, out), lse.contiguous(), dlse, _is_deterministic(deterministic))
-
-
-def flex_gradients(
-    dout: Any,
-    dlse: Any,
-    saved: tuple[Any, ...],
-    kernel: str,
-    lists: Any,
-    arrays: Sequence[Any],
-    scale: float | None,
-    deterministic: bool | None,
-) -> tuple[Any, Any, Any]:
-    """The gradients of q, k and v of `flex`, as autograd asks for them.
-
-    Args:
-        dout, dlse: gradients of the output and of the log-sum-exp; None for none, but not both.
-        saved: q, k, v, the output and the log-sum-exp `[batch, heads, rows]`.
-        kernel: name of the kernel of the call.
-        lists: the lists of blocks of the call, which are not needed: every block of keys goes over all rows.
-        arrays, scale, deterministic: of the call.
-    """
-    q, k, v, out, lse = saved
-    dout = torch.zeros_like(out) if dout is None else dout
-    given = (dout, q, k, v, out, lse, dlse, list(arrays), kernel, scale, deterministic)
-    tensors = [each for each in (*given[:7], *arrays) if each is not None]
-    direct = not (_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors)
-    if not (direct or _traced()):
-        inform_counters()
-    found: tuple[Any, Any, Any] = (_launch_flex if direct else flex_backward_operator)(*given)
-    return found
-
-
-def check_without_gradients(arrays: Sequence[Any]) -> None:
-    """Make sure that no array of an author's functions requires a gradient.
-
-    Raises:
-        UnsupportedError: one does.
-    """
-    for place, each in enumerate(arrays):
-        if each.requires_grad:
-            raise UnsupportedError(
-                f"arrays[{place}] requires a gradient, and flex computes those of q, k and v alone; give "
-                f"arrays[{place}].detach(), or learn it with torch.nn.attention.flex_attention"
-            )
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -441,14 +357,8 @@ class _OnceDifferentiable(torch.autograd.Function):
 def _launch(*given: Any) -> Any:
     dout, q, k, v, out, lse, causal, scale, *more = given + _DEFAULTS[len(given) - 6 :]
     features, (dlse, deterministic) = AttentionFeatures(*more[:FEATURES]), more[FEATURES:]
-    found = differentiate(_read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
+    found = differentiate(read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
     return found if found[3] is not None else (*found[:3], _no_sinks(q))
-
-
-def _launch_flex(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, arrays: Any, *given: Any) -> Any:
-    kernel, scale, deterministic = given
-    call = _read_call(dout, q, k, v, out, lse, None, scale, NO_FEATURES, dlse, deterministic)
-    return differentiate(call._replace(own=kernel, arrays=tuple(arrays)))[:3]
 
 
 _DEFAULTS = (None, None, *AttentionFeatures(), None, None)
@@ -465,19 +375,16 @@ def _fake(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) ->
     return (*map(torch.empty_like, (q, k, v)), of_sinks)
 
 
-def _fake_flex(dout: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
-    return tuple(map(torch.empty_like, (q, k, v)))
-
-
-def _flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any, out_val: Any) -> int:
+def backward_flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any, out_val: Any) -> int:
     """The floating-point operations of the gradients as torch counts those of its own: of five products, all pairs of rows and
     keys."""
     pairs = AttentionFeatures(*given[2 : 2 + FEATURES]).pairs(q, k)
     return 2 * pairs * int(q.shape[1]) * int(3 * q.shape[3] + 2 * v.shape[3])
 
 
-def _register(schema: str, launch: Any, fake: Any) -> Any:
-    """Define an operator of gradients, which has none of its own, and return it."""
+def register(schema: str, launch: Any, fake: Any, formula: Any) -> Any:
+    """Define an operator of gradients, which has none of its own, and return it; the arguments are those of
+    :func:`tiledsched.ops.operator.register`."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(torch.ops.tiledsched, name).default
@@ -495,13 +402,11 @@ def _register(schema: str, launch: Any, fake: Any) -> Any:
         _library.impl(name, launch, key)
     _library.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"tiledsched::{name}", fake, lib=_library)
+    set_formula(operator, formula)
     return operator
 
 
 _library = torch.library.Library("tiledsched", "FRAGMENT")
-sdpa_backward_operator = _register(f"sdpa_backward({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _launch, _fake)
-flex_backward_operator = _register(
-    f"flex_backward({FLEX_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _launch_flex, _fake_flex
+sdpa_backward_operator = register(
+    f"sdpa_backward({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _launch, _fake, backward_flops
 )
-set_formula(sdpa_backward_operator, _flops)
-set_formula(flex_backward_operator, lambda *given, out_val: _flops(*given[:6], out_val=out_val))

@@ -7,7 +7,7 @@ functions: they compare which objects they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention_backward.variants import gradient_of
 from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
-from tiledsched.ops.backward import check_without_gradients, flex_gradients
+from tiledsched.ops.backward import backward_flops, differentiate, gradients, read_call
+from tiledsched.ops.backward import register as register_gradients
 from tiledsched.ops.block_masks import BlockMask, by_name, fill_lists, find_lists, read_arrays, types_of, variant_named
 from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
@@ -30,7 +32,7 @@ from tiledsched.serve import process
 from tiledsched.serve.execute import has_tangent, is_plain_call, is_transformed, launch_plan
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import on_host
-from tiledsched.serve.plan import Plan
+from tiledsched.serve.plan import Plan, beyond_int32
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key, lock
 
 NO_TRANSFORMS = (
@@ -180,6 +182,20 @@ class Variant(AttentionFeatures):
         return made
 
     @property
+    def gradients_kernel(self) -> KernelClass:  # type: ignore[override]
+        """The kernel of the gradients.
+
+        Raises:
+            DeclarationError: no rule knows the derivative of the function of scores.
+        """
+        return gradient_of(self.kernel)  # type: ignore[arg-type]  # a class is hashable
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What the functions take."""
+        return tuple(self.arrays)
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What a plan depends on, apart from q, k and v."""
         return (*super().key, self.kernel.name, *call_key(*self.arrays))
@@ -197,12 +213,32 @@ class Variant(AttentionFeatures):
         fields = AttentionCall(q, k, v, None, scale, True).fields() | {
             "dtype": "float16"
         }  # of any the reference is the same
-        problem = self.kernel.problem(**fields, lse=True)
-        usual = default_scale(problem)
-        read = {name: on_host(each, "").astype(numpy.float64) for name, each in (("Q", q), ("K", k), ("V", v))}
-        read["Q"] *= (usual if scale is None else scale) / usual
-        found = call_reference(self.kernel, numpy, problem, read | by_name(on_host(each, "") for each in self.arrays))
+        inputs = {"Q": q, "K": k, "V": v} | by_name(self.arrays)
+        found, _ = on_reference(self.kernel.problem(**fields, lse=True), inputs, scale)
         return out.copy_(torch.from_numpy(found[0])), lse.copy_(torch.from_numpy(found[1][..., 0]))
+
+    def gradients_by_reference(self, call: Any) -> Any:
+        """The gradients of q, k and v of a `BackwardCall`, computed in float64 on the host; see :data:`elsewhere`."""
+        q, k, v = call.forward[:3]
+        if 0 in (*q.shape, k.shape[2], v.shape[3]):
+            return map(torch.zeros_like, (q, k, v))
+        found, factor = on_reference(call.problem(dtype="float16"), call.inputs(), call.forward.scale)
+        made = zip((q, k, v), (factor * found[0], *found[1:]), strict=True)
+        return [torch.empty_like(like).copy_(torch.from_numpy(each)) for like, each in made]
+
+    def backward_operator(self, *given: Any) -> Any:
+        """The gradients of q, k and v by the operator that compiled graphs hold."""
+        *tensors, scale, deterministic = given
+        return flex_backward_operator(*tensors, list(self.arrays), self.kernel.name, scale, deterministic)
+
+
+def on_reference(problem: Problem, inputs: Mapping[str, Any], scale: float | None) -> tuple[Any, float]:
+    """What the reference, which knows the usual softmax scale, returns for tensors by the names of their arrays, in float64; and
+    by how much the scale is larger than the usual one."""
+    usual = default_scale(problem)
+    factor = (usual if scale is None else scale) / usual
+    read = {name: on_host(each, "") for name, each in inputs.items()}
+    return call_reference(problem.declaration, numpy, problem, read | {"Q": read["Q"] * factor}), factor
 
 
 def read_flex(q: Any, k: Any, v: Any, *, return_lse: bool = False, **given: Any) -> AttentionCall:
@@ -350,7 +386,7 @@ class DifferentiableFlex(torch.autograd.Function):
         kernel, scale = ctx.options
         found: tuple[Any, ...] = (None,) * 3
         if dout is not None or dlse is not None:
-            found = flex_gradients(dout, dlse, (q, k, v, out, sums), kernel, None, arrays, scale, None)
+            found = gradients(dout, dlse, (q, k, v, out, sums), None, scale, Variant(kernel, None, arrays), None)[:3]
         wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
         return (*wanted, *[None] * (len(ctx.needs_input_grad) - 3))
 
@@ -366,7 +402,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
         if has_tangent(tensors):
             raise UnsupportedError(NO_TRANSFORMS)
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            check_without_gradients(arrays)
+            _check_differentiable(arrays)
             gradient_of(kernel_named(given[0]))  # type: ignore[arg-type]  # refuses functions without a known derivative
             return DifferentiableFlex.apply(q, k, v, lists, *given, lse, *arrays)
         if not is_transformed() and are_ordinary(tensors if lists is None else (*tensors, lists)):
@@ -386,3 +422,38 @@ def _register(name: str, result: str, lse: bool) -> Any:
 
 flex_operator = _register("flex", "Tensor", lse=False)
 flex_lse_operator = _register("flex_lse", "(Tensor, Tensor)", lse=True)
+
+
+def _check_differentiable(arrays: Sequence[Any]) -> None:
+    """Raise where gradients of a call with such arrays are not computed.
+
+    Raises:
+        UnsupportedError: one requires a gradient itself, or is beyond the reach of a 32-bit index.
+    """
+    for place, each in enumerate(arrays):
+        if each.requires_grad:
+            raise UnsupportedError(
+                f"arrays[{place}] requires a gradient, and flex computes those of q, k and v alone; give "
+                f"arrays[{place}].detach(), or learn it with torch.nn.attention.flex_attention"
+            )
+        if beyond_int32((each,)):
+            raise UnsupportedError(
+                f"arrays[{place}] has more than 2**31 - 1 elements, with which flex computes no gradients; give a part of it"
+            )
+
+
+def _launch_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, arrays: Any, kernel: str, *given: Any
+) -> Any:
+    scale, deterministic = given
+    variant = Variant(kernel, None, arrays)
+    return differentiate(read_call(dout, q, k, v, out, lse, None, scale, variant, dlse, deterministic))[:3]
+
+
+flex_backward_operator = register_gradients(
+    "flex_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor[] arrays, str kernel, "
+    "float? scale, bool? deterministic) -> (Tensor, Tensor, Tensor)",
+    _launch_backward,
+    lambda dout, q, k, v, *given: tuple(map(torch.empty_like, (q, k, v))),
+    lambda *given, out_val: backward_flops(*given[:6], out_val=out_val),
+)

@@ -113,7 +113,7 @@ def modified(scores, rows, keys, j, const):
     changed = variant.mods.score(
         scores * variant.scale, variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays
     )
-    return changed.astype(ct.float32)
+    return ct.broadcast_to(ct.astype(changed, ct.float32), scores.shape)
 
 
 def changed_with_slope(scores, columns, rows, visible, keys):

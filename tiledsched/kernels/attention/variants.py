@@ -223,8 +223,8 @@ different code: `Scale(1) == Scale(1.0)`, for a dataclass."""
 
 
 def word_of(function: Any) -> str:
-    """The name of a function, or of the class of an object."""
-    return str(getattr(function, "__name__", type(function).__name__)).strip("_").lower()
+    """The name of a function, or of the one that made it, or of the class of an object."""
+    return str(getattr(function, "__qualname__", type(function).__name__)).partition(".")[0].strip("_").lower()
 
 
 def check_parameters(function: Any, what: str, count: int) -> None:
@@ -238,7 +238,7 @@ def check_parameters(function: Any, what: str, count: int) -> None:
         inspect.signature(function).bind(*taken, *range(count))
     except TypeError as error:
         wanted = ", ".join([*taken, *(f"array{place}" for place in range(count))])
-        raise DeclarationError(f"{what}: {word_of(function)} must take ({wanted}): {error}") from error
+        raise DeclarationError(f"{what} must take ({wanted}): {error}") from error
 
 
 def reads(function: Any, place: int) -> bool:
@@ -446,42 +446,29 @@ def rows_at_once(seq_k: int) -> int:
 
 def mask_of_rows(xp: Any, p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
     """`[count, seq_k]`: which keys each row from `first` on sees, as the author's function says."""
-    if xp is not numpy:
-        scores = xp.zeros((count, p.seq_k), numpy.float32)
-        applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=False)
-        return xp.isfinite(scores)
-    mask_mod = p.declaration.mods[1]
-    return evaluated(mask_mod, "mask_mod", *indices(p, b, h, first, count), arrays=in_order(p, arrays))
+    zeros = xp.zeros((count, p.seq_k), numpy.float32)
+    return xp.isfinite(changed(xp, p.declaration, zeros, arrays, b, h, first, scored=False))
 
 
-def in_order(p: Any, arrays: Mapping[str, Any]) -> list[Any]:
-    """The arrays that the functions of an author take."""
-    return [arrays[name] for name in p.declaration.mod_arrays]
-
-
-def applied_on_gpu(xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], *place: int, scored: bool) -> Any:
-    """Scores of CuPy that :func:`tiledsched.kernels.attention.applied.apply_on_gpu` changed in place."""
-    from tiledsched.kernels.attention.applied import apply_on_gpu
-
-    apply_on_gpu(xp.cuda.get_current_stream(), kernel, scores, arrays, *place, scored=scored)
-    return scores
-
-
-def with_score_mod(
-    xp: Any, kernel: Any, p: Any, scores: Any, arrays: Mapping[str, Any], b: int, h: int, first: int
+def changed(
+    xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, *, scored: bool = True
 ) -> Any:
-    """Scores `[rows, seq_k]` of a head, from row `first` on, as the function of scores among a kernel's `mods` changes them."""
+    """Scores `[rows, seq_k]` of a head, from row `first` on, as the functions of a kernel change and hide them; without `scored`
+    they are only hidden.
+    """
+    score_mod, mask_mod = kernel.mods[:2]
+    given = [arrays[name] for name in kernel.mod_arrays]
     if xp is not numpy:
-        return applied_on_gpu(xp, kernel, scores.copy(), arrays, b, h, first, scored=True)
-    return evaluated(
-        kernel.mods[0], "score_mod", scores, *indices(p, b, h, first, len(scores)), arrays=in_order(p, arrays)
-    )
+        from tiledsched.kernels.attention.applied import apply_on_gpu
 
-
-def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
-    """What every function of an author is given of rows from `first` on."""
-    rows = numpy.arange(first, first + count, dtype=numpy.int32)
-    return b, h, rows[:, None], numpy.arange(p.seq_k, dtype=numpy.int32)[None]
+        return apply_on_gpu(xp, kernel, scores, given, b, h, first, scored=scored and score_mod is not None)
+    rows, keys = (numpy.arange(size, dtype=numpy.int32) for size in scores.shape)
+    places = (b, h, first + rows[:, None], keys[None])
+    if score_mod is not None and scored:
+        scores = evaluated(score_mod, "score_mod", scores, *places, arrays=given)
+    if mask_mod is not None:
+        scores = numpy.where(evaluated(mask_mod, "mask_mod", *places, arrays=given), scores, -numpy.inf)
+    return scores
 
 
 def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> Any:
@@ -549,25 +536,8 @@ def reference(
 
 def changed_scores(xp: Any, p: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of attention's reference by which it has scores as the author's functions change and hide them."""
-    score_mod, mask_mod, _ = p.declaration.mods
-
-    @functools.lru_cache(maxsize=1)  # heads follow each other, which may have one mask
-    def visible(b: int, h: int, first: int, count: int) -> Any:
-        return mask_of_rows(xp, p, arrays, b, h, first, count)
-
-    def modified(scores: Any, b: int, h: int, first: int) -> Any:
-        count = len(scores)
-        if xp is not numpy:
-            return applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=score_mod is not None)
-        if score_mod is not None:
-            scores = with_score_mod(xp, p.declaration, p, scores, arrays, b, h, first)
-        return (
-            scores
-            if mask_mod is None
-            else xp.where(visible(b % p.mask_batch, h % p.mask_heads, first, count), scores, -xp.inf)
-        )
-
-    return {"modified": modified, "rows_per_chunk": rows_at_once(p.seq_k)}
+    of_kernel = functools.partial(changed, xp, p.declaration, arrays=arrays)
+    return {"modified": of_kernel, "rows_per_chunk": rows_at_once(p.seq_k)}
 
 
 def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterator[Case]:

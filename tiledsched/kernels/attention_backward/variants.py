@@ -65,8 +65,12 @@ def gradient_of(kernel: Any) -> KernelClass:
         "__module__": __name__,
         "__doc__": f"The gradients of {kernel.name}.",
         "name": name,
+        "space": AttentionBackward.name,
         "suites": {},
         "default_suite": "",
+        "rivals": staticmethod(lambda p: {}),
+        "planning_rivals": (),
+        "compiled_rivals": (),
         "derived": AttentionBackward.derived | {name: kernel.derived[name] for name in SIZES},
         "mods": (score_mod, mask_mod, score_grad),
         "for_reference": type(name, (), for_reference),
@@ -123,7 +127,7 @@ def reference(
     kernel = p.declaration
 
     def slope(scores: Any, b: int, h: int, first: int) -> Any:
-        at = lambda each: variants.with_score_mod(xp, kernel.for_reference, p, each, arrays, b, h, first)  # noqa: E731
+        at = functools.partial(variants.changed, xp, kernel.for_reference, arrays=arrays, b=b, h=h, first=first)
         scores = scores.astype("float64")
         return at(scores) if kernel.mods[2] is None else (at(scores + STEP) - at(scores - STEP)) / (2 * STEP)
 
