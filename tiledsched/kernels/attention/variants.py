@@ -238,7 +238,9 @@ def check_parameters(function: Any, what: str, count: int) -> None:
         inspect.signature(function).bind(*taken, *range(count))
     except TypeError as error:
         wanted = ", ".join([*taken, *(f"array{place}" for place in range(count))])
-        raise DeclarationError(f"{what}: {getattr(function, '__name__', function)} must take ({wanted}): {error}") from error
+        raise DeclarationError(
+            f"{what}: {getattr(function, '__name__', function)} must take ({wanted}): {error}"
+        ) from error
 
 
 def reads(function: Any, place: int) -> bool:
