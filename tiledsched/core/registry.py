@@ -209,9 +209,8 @@ def _check_function(place: str, path: Path, name: str) -> None:
     """
     nodes = ast.walk(ast.parse(read_bounded(path, MOST_TYPED)))
     for node in nodes:
-        if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
-            first = [each.arg for each in node.args.args[:1]]
-            what = "score_mod" if first and first[0].startswith("score") else "mask_mod"
+        if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list and node.args.args:
+            what = "score_mod" if node.args.args[0].arg.startswith("score") else "mask_mod"
             raise ConfigError(
                 f"{name} in {place} is a function and no kernel; to tune attention that uses it, write below it my_attention = "
                 f"tiledsched.flex_attention({what}={name}), and name {place}:my_attention"
