@@ -44,5 +44,13 @@ def biased(score, b, h, q_idx, kv_idx, bias):
     return score + ct.gather(bias, (b, h, q_idx, kv_idx))
 
 
+def halved(score, b, h, q_idx, kv_idx, *arrays):
+    return score * 0.5 + ct.max(score, axis=1, keepdims=True) * 0.0
+
+
+def half(score, b, h, q_idx, kv_idx, *arrays):
+    return score * 0.0 + 0.5
+
+
 def nothing(b, h, q_idx, kv_idx):
     return kv_idx < q_idx - 10_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import linecache
 import random
 import re
 import sys
@@ -134,6 +135,12 @@ def mutated(modules, old, new):
             package, _, leaf = name.rpartition(".")
             parents[name] = mock.patch.object(importlib.import_module(package), leaf, copies[name])
             parents[name].start()
+            linecache.cache[f"mutated_{name}"] = (
+                len(source),
+                None,
+                source.splitlines(keepends=True),
+                f"mutated_{name}",
+            )
             exec(compile(source, f"mutated_{name}", "exec"), copies[name].__dict__)
         try:
             yield

@@ -328,8 +328,8 @@ class Declaration:
     batch_dims: ClassVar[tuple[str, ...]] = ()
     """Dims that count rows which must not influence one another where `numerics` is "invariant", such as a product's rows of A.
     Empty where the kernel does not support that."""
-    unordered: ClassVar[str] = ""
-    """Why the kernel can have no batch dims, after its name in a sentence; empty where its author may declare some."""
+    unordered: ClassVar[str] = "declares no batch_dims and no reduction_order"
+    """Why a kernel without batch dims has none, after its name in a sentence."""
 
     # What is read from the class body when the class is made.
     fields: ClassVar[Mapping[str, ProblemField]] = MappingProxyType({})
@@ -653,6 +653,11 @@ class Declaration:
     def scalar_values(cls, p: Problem) -> dict[str, float | int]:
         """The run-time numbers of a problem, by name."""
         return {name: each.value(p) if callable(each.value) else each.value for name, each in cls.scalar_fields.items()}
+
+    @classmethod
+    def borrows(cls) -> bool:
+        """Whether the kernel has the search space of another one, whose winners serve it until it is tuned."""
+        return cls.space not in ("", cls.name)
 
     @classmethod
     def problem_kind(cls, p: Problem) -> tuple[Any, ...]:

@@ -19,11 +19,9 @@ def in_batches(kernel: KernelClass, case: Problem | Mapping[str, Any]) -> list[P
         ConfigError: the kernel has no batch dims.
     """
     if not kernel.batch_dims:
-        why, declare = "declares no batch_dims and no reduction_order", "declare them (docs/batch_invariance.md), or "
-        if kernel.unordered:
-            why, declare = kernel.unordered, ""
         raise ConfigError(
-            f"{kernel.name} {why}, so that no order of sums can serve every batch; {declare}leave out --numerics invariant"
+            f"{kernel.name} {kernel.unordered}, so that no order of sums can serve every batch (docs/batch_invariance.md); leave "
+            "out --numerics invariant"
         )
     dim = kernel.batch_dims[0]
     if not isinstance(case, Mapping) or dim in case:

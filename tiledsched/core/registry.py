@@ -163,7 +163,8 @@ def load_kernel(where: str | KernelClass) -> KernelClass:
     is_file = place.endswith(".py") or os.path.isfile(path)
     classes, others = declared_names(path) if is_file else ((), None)
     if others is not None and class_name not in (*classes, *others):
-        _check_function(place, path, class_name)
+        if others:
+            _check_function(place, path, class_name)
         meant = did_you_mean(class_name, (*classes, *others))
         there = ", ".join(classes) or ("no class" if meant else "none: a kernel is a subclass of ts.Kernel")
         raise ConfigError(
@@ -209,7 +210,7 @@ def _check_function(place: str, path: Path, name: str) -> None:
     """
     nodes = ast.walk(ast.parse(read_bounded(path, MOST_TYPED)))
     for node in nodes:
-        if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list and node.args.args:
+        if isinstance(node, ast.FunctionDef) and node.name == name and len(node.args.args) >= 4:
             what = "score_mod" if node.args.args[0].arg.startswith("score") else "mask_mod"
             raise ConfigError(
                 f"{name} in {place} is a function and no kernel; to tune attention that uses it, write below it my_attention = "

@@ -15,6 +15,7 @@ from tiledsched.interpreter.values import (
     STORAGE,
     TILE_TYPE,
     InterpreterError,
+    OutsideError,
     Scalar,
     Tile,
     cast,
@@ -232,7 +233,7 @@ def place(
         size = array.data.shape[axis]
         start = int(item.__index__()) * step
         if start < 0 or start >= size:
-            raise InterpreterError(
+            raise OutsideError(
                 f"{array.name}: the tile at index {tuple(map(int, items))} of shape {shape} lies entirely outside "
                 f"the array of shape {array.data.shape} (order {order}); cuTile leaves that undefined"
             )
@@ -243,7 +244,7 @@ def place(
         inner.append(slice(0, stop - start))
         whole = whole and stop - start == side
     if not whole and not check_bounds:
-        raise InterpreterError(
+        raise OutsideError(
             f"{array.name}: check_bounds=False, but the tile at {items} of shape {shape} crosses the edge"
         )
     return axes, tuple(outer), tuple(inner), whole

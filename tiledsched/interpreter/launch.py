@@ -24,7 +24,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import poison, storage_type, tile_type, to_host
 from tiledsched.interpreter import memory, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints
-from tiledsched.interpreter.builtins_in_tiles import copied, with_tile_builtins
+from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins
 from tiledsched.interpreter.contraction import Arithmetic, implementations
 from tiledsched.interpreter.private import load_dispatch_mode, undecorated
 from tiledsched.interpreter.registry import IMPLEMENTATIONS, KEYWORDS, innermost
@@ -218,7 +218,7 @@ def evaluate(function: Any, *values: Any, arrays: Sequence[Any] = ()) -> np.ndar
         given = [to_host(value) for value in values]
         tiles = [_extended(each) if isinstance(each, np.ndarray) else _argument("", each, (), launch) for each in given]
         read = [_argument(f"array {i}", to_host(array), (), launch) for i, array in enumerate(arrays)]
-        found = shapes.as_tile(copied(function, {})(*tiles, *read)).array
+        found = shapes.as_tile(with_tile_builtins(function)(*tiles, *read)).array
         shape, whole = (np.broadcast_shapes(*map(np.shape, each)) for each in (given, [tile.array for tile in tiles]))
         return np.broadcast_to(found, whole)[tuple(map(slice, shape))]
 

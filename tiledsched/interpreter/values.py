@@ -29,7 +29,7 @@ class ShapeError(InterpreterError):
 
 
 class OutsideError(InterpreterError):
-    """An index lies outside of its array, and bounds are not checked."""
+    """An access lies outside of its array, which cuTile leaves undefined."""
 
 
 class EndlessError(InterpreterError):

@@ -13,6 +13,7 @@ import torch
 
 from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
@@ -157,15 +158,13 @@ class BackwardCall(NamedTuple):
         self._check_results()
         cap = features.softcap or None
         try:
-            problem = AttentionBackward.problem(
-                **self.forward.fields(), dlse=self.dlse is not None, deterministic=self.deterministic
-            )
+            problem = self.problem()
             numbers = dict(zip(("scale_log2", "cap_scale", "scale"), gradient_scales(problem, scale, cap), strict=True))
         except ProblemError as error:
             return str(error)
         inputs = self.inputs()
-        rivals = lambda: raced(problem, scale, cap, late=True)  # noqa: E731
-        decision = choose("sdpa's backward pass", problem, tuple(inputs.values()), rivals, served)
+        rivals = None if features.by_reference else lambda: raced(problem, scale, cap, late=True)
+        decision = choose(f"{features.front}'s backward pass", problem, tuple(inputs.values()), rivals, served)
         if isinstance(decision, str):
             return decision
         outputs = {}
@@ -176,6 +175,15 @@ class BackwardCall(NamedTuple):
             shape = tuple(features.sinks.shape)
             outputs["dSinks"] = Output(shapes=(shape,), strides=(strides_of(shape, False),), dtype="float32")
         return make_plan(decision, inputs, outputs, numbers)
+
+    def problem(self, **changes: Any) -> Problem:
+        """The problem that the tensors pose.
+
+        Raises:
+            ProblemError: the kernel has no such problem.
+        """
+        more = {"dlse": self.dlse is not None, "deterministic": self.deterministic, **changes}
+        return self.forward.features.gradients_kernel.problem(**self.forward.fields() | more)
 
     def _check_results(self) -> None:
         """Raise where the tensors of the forward pass, or their gradients, are not those of q, k and v.
@@ -205,6 +213,8 @@ class BackwardCall(NamedTuple):
     def by_torch(self) -> Gradients:
         """The gradients of torch's attention, which is computed once more, laid out like our own."""
         q, k, v, causal, scale, _, features = self.forward
+        if features.gradients_by_reference is not None:
+            return _four(features.gradients_by_reference(self))
         # An operator is called with autograd left out.
         records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
         with records, torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
@@ -264,7 +274,7 @@ def differentiate(call: BackwardCall, *, keep_zeros: bool = False) -> Gradients:
         return call.launch(plan, tensors, keep_zeros=keep_zeros)
     found = cache.find(key, call.make_plan)
     if isinstance(found, str):
-        report(found)
+        report(found, call.forward.features)
         return call.by_torch()
     q, k, _, causal, _, _, features = call.forward
     # torch's gradients are others in their last bits; its attention in full keeps several arrays of the scores' size.
@@ -302,15 +312,17 @@ def gradients(
     dout = torch.zeros_like(out) if dout is None else dout
     tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None]
     if not (_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
-        call = _read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
+        call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
         return differentiate(call, keep_zeros=True)
     if not _traced():
         inform_counters()
+    if features.backward_operator is not None:
+        return _four(features.backward_operator(dout, q, k, v, out, lse, dlse, scale, deterministic))
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
     return found if features.sinks is not None else (*found[:3], None)
 
 
-def _read_call(
+def read_call(
     dout: Any,
     q: Any,
     k: Any,
@@ -323,18 +335,19 @@ def _read_call(
     dlse: Any,
     deterministic: bool | None,
 ) -> BackwardCall:
+    """The call whose gradients autograd asks for; the arguments are those of :func:`gradients`, with `saved` one by one."""
     forward = AttentionCall(q, k, v, causal, scale, True, features)
     dlse = None if dlse is None else dlse.contiguous()
     return BackwardCall(forward, out, as_launched(dout, out), lse.contiguous(), dlse, _is_deterministic(deterministic))
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The operator where its own inputs require gradients, as under `create_graph`: it raises where these are computed."""
+    """An operator where its own inputs require gradients, as under `create_graph`: it raises where these are computed."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:
+    def forward(ctx: Any, operator: Any, *given: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return sdpa_backward_operator(*given)
+            return operator(*given)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -344,7 +357,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 def _launch(*given: Any) -> Any:
     dout, q, k, v, out, lse, causal, scale, *more = given + _DEFAULTS[len(given) - 6 :]
     features, (dlse, deterministic) = AttentionFeatures(*more[:FEATURES]), more[FEATURES:]
-    found = differentiate(_read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
+    found = differentiate(read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
     return found if found[3] is not None else (*found[:3], _no_sinks(q))
 
 
@@ -362,35 +375,38 @@ def _fake(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) ->
     return (*map(torch.empty_like, (q, k, v)), of_sinks)
 
 
-def _flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any, out_val: Any) -> int:
+def backward_flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any, out_val: Any) -> int:
     """The floating-point operations of the gradients as torch counts those of its own: of five products, all pairs of rows and
     keys."""
     pairs = AttentionFeatures(*given[2 : 2 + FEATURES]).pairs(q, k)
     return 2 * pairs * int(q.shape[1]) * int(3 * q.shape[3] + 2 * v.shape[3])
 
 
-def _autograd(*given: Any) -> Any:
-    tensors = [each for each in given if isinstance(each, torch.Tensor)]
-    if has_tangent(tensors):
-        raise UnsupportedError(NO_SECOND)
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return _OnceDifferentiable.apply(*given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return sdpa_backward_operator(*given)
+def register(schema: str, launch: Any, fake: Any, formula: Any) -> Any:
+    """Define an operator of gradients, which has none of its own, and return it; the arguments are those of
+    :func:`tiledsched.ops.operator.register`."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    operator = getattr(torch.ops.tiledsched, name).default
 
+    def autograd(*given: Any) -> Any:
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        if has_tangent(tensors):
+            raise UnsupportedError(NO_SECOND)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            return _OnceDifferentiable.apply(operator, *given)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*given)
 
-def _register() -> Any:
-    library = torch.library.Library("tiledsched", "FRAGMENT")
-    library.define(
-        f"sdpa_backward({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
-    )
     for key in ("CUDA", "CPU"):
-        library.impl("sdpa_backward", _launch, key)
-    library.impl("sdpa_backward", _autograd, "Autograd")
-    torch.library.register_fake("tiledsched::sdpa_backward", _fake, lib=library)
-    operator = torch.ops.tiledsched.sdpa_backward.default
-    set_formula(operator, _flops)
-    return library, operator
+        _library.impl(name, launch, key)
+    _library.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"tiledsched::{name}", fake, lib=_library)
+    set_formula(operator, formula)
+    return operator
 
 
-_library, sdpa_backward_operator = _register()
+_library = torch.library.Library("tiledsched", "FRAGMENT")
+sdpa_backward_operator = register(
+    f"sdpa_backward({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _launch, _fake, backward_flops
+)

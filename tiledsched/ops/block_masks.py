@@ -19,6 +19,7 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.lists import lists_kernel
 from tiledsched.kernels.attention.variants import BLOCK, HEAD, variant
+from tiledsched.ops.arguments import check_tensors
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
 from tiledsched.serve.execute import is_plain_call, launch_first, launch_plan
@@ -160,16 +161,12 @@ def block_mask(mask_mod: Callable[..., Any], q: Tensor, k: Tensor, arrays: tuple
         ProblemError: arrays that it does not take, or tensors of other shapes.
         UnsupportedError: the GPU has no search space.
     """
-    q, k, arrays = _four_axes(q), _four_axes(k), read_arrays(arrays, q)
+    check_tensors(q, k, k)
+    if q.ndim == k.ndim == 3:
+        q, k = q[None], k[None]
+    arrays = read_arrays(arrays, q)
     lists = find_lists(variant_named(None, mask_mod, types_of(arrays)), q, k, arrays)
     return BlockMask(lists, mask_mod, q.shape[2], k.shape[2])
-
-
-def _four_axes(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor) or tensor.ndim not in (3, 4):
-        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ProblemError(f"q and k must be tensors [batch, heads, rows, head_dim], got {got}")
-    return tensor if tensor.ndim == 4 else tensor[None]
 
 
 def read_arrays(arrays: Any, q: Tensor) -> tuple[Tensor, ...]:
@@ -185,15 +182,11 @@ def read_arrays(arrays: Any, q: Tensor) -> tuple[Tensor, ...]:
             "of one tensor write arrays=(ids,)"
         )
     for place, each in enumerate(arrays):
-        if not isinstance(each, Tensor):
+        if not isinstance(each, Tensor) or each.device != q.device:
+            got = f"one on {each.device}" if isinstance(each, Tensor) else type(each).__name__
             raise ProblemError(
-                f"arrays[{place}] must be a torch.Tensor, got {type(each).__name__}; numbers are captured by the function"
-            )
-        if each.device != q.device:
-            raise ProblemError(f"arrays[{place}] must be on q's device, {q.device}, got {each.device}; move it there")
-        if each.is_complex() or each.ndim == 0:
-            raise ProblemError(
-                f"arrays[{place}] must hold real numbers in one axis or more, got {each.dtype} {tuple(each.shape)}"
+                f"arrays[{place}] must be a torch.Tensor on q's device, {q.device}, got {got}; move it there, and have the "
+                "function capture numbers"
             )
     return tuple([each.to(torch.int32) if each.dtype == torch.int64 else each for each in arrays])
 
@@ -209,13 +202,13 @@ def types_of(arrays: Sequence[Tensor]) -> tuple[tuple[int, str], ...]:
     return tuple([(each.ndim, ALSO_CALLED.get(name, name)) for each, name in zip(arrays, names, strict=True)])
 
 
-def variant_named(score_mod: Any, mask_mod: Any, types: tuple[tuple[int, str], ...]) -> str:
-    """The name of the kernel of two functions, which is made first where need be.
+def variant_named(score_mod: Any, mask_mod: Any, types: tuple[tuple[int, str], ...], score_grad: Any = None) -> str:
+    """The name of the kernel of an author's functions, which is made first where need be.
 
     Raises:
         DeclarationError: as `tiledsched.flex_attention`.
     """
-    return variant(score_mod, mask_mod, types).name
+    return variant(score_mod, mask_mod, types, score_grad).name
 
 
 # Under torch.compile: called while tracing and not traced.
@@ -240,18 +233,9 @@ def find_lists(kernel: str, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) ->
 
 def shape_of_lists(kernel: str, q: Any, k: Any) -> tuple[Any, ...]:
     """The shape of the lists of a kernel of attention for tensors of four axes."""
-    per_batch, per_head = _has_lists_for_each(kernel)
+    derived, sizes = kernel_named(kernel).derived, SimpleNamespace(batch=q.shape[0], heads=q.shape[1])
     row_blocks, key_blocks = ((each.shape[2] + BLOCK - 1) // BLOCK for each in (q, k))
-    return q.shape[0] if per_batch else 1, q.shape[1] if per_head else 1, row_blocks, HEAD + key_blocks
-
-
-def _has_lists_for_each(kernel: str) -> tuple[bool, bool]:
-    """Whether sequences, and heads, have lists of their own."""
-    derived, sizes = kernel_named(kernel).derived, SimpleNamespace(batch=2, heads=2)
-    return derived["mask_batch"](sizes) == 2, derived["mask_heads"](sizes) == 2
-
-
-_has_lists_for_each._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return derived["mask_batch"](sizes), derived["mask_heads"](sizes), row_blocks, HEAD + key_blocks
 
 
 def fill_lists(q: Tensor, k: Tensor, arrays: Sequence[Tensor], kernel: str) -> Any:

@@ -12,6 +12,7 @@ from tiledsched.core.errors import ProblemError
 from tiledsched.core.problem import KernelClass
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.options import ARRAYS, FeatureArguments
+from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.ops.arguments import check_array
 
 
@@ -21,12 +22,18 @@ class AttentionFeatures(FeatureArguments):
     __slots__ = ()
     kernel: ClassVar[KernelClass] = Attention
     """The kernel that serves them."""
+    gradients_kernel: ClassVar[KernelClass] = AttentionBackward
+    """The kernel of their gradients."""
     front: ClassVar[str] = "sdpa"
     """The function of this package that they are arguments of."""
     elsewhere: ClassVar[str] = "torch's attention"
     """What computes calls that the kernel does not serve."""
     by_reference: ClassVar[Any] = None
     """Computes them from q, k, v and the scale; None where torch's attention does."""
+    gradients_by_reference: ClassVar[Any] = None
+    """Computes the gradients of a `BackwardCall`; None likewise."""
+    backward_operator: ClassVar[Any] = None
+    """Computes gradients in compiled graphs; None for `sdpa_backward`."""
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ functions: they compare which objects they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -16,20 +16,15 @@ from torch import Tensor
 
 from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
+from tiledsched.kernels.attention_backward.variants import gradient_of
 from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
-from tiledsched.ops.block_masks import (
-    BlockMask,
-    by_name,
-    fill_lists,
-    find_lists,
-    read_arrays,
-    shape_of_lists,
-    types_of,
-    variant_named,
-)
+from tiledsched.ops.backward import backward_flops, differentiate, gradients, read_call
+from tiledsched.ops.backward import register as register_gradients
+from tiledsched.ops.block_masks import BlockMask, by_name, fill_lists, find_lists, read_arrays, types_of, variant_named
 from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
 from tiledsched.ops.plans import AttentionCall, cache, plan_key
@@ -37,31 +32,27 @@ from tiledsched.serve import process
 from tiledsched.serve.execute import has_tangent, is_plain_call, is_transformed, launch_plan
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import on_host
-from tiledsched.serve.plan import Plan
+from tiledsched.serve.plan import Plan, beyond_int32
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key, lock
 
-NO_GRADIENTS = (
-    "gradients of flex are required, and there are none yet; detach its inputs, or call it under torch.no_grad(), or train with "
-    "torch.nn.attention.flex_attention"
-)
 NO_TRANSFORMS = (
     "flex is not served under vmap, jvp, grad and other transforms of torch.func; give it a batch axis, and call it outside "
     "of them"
 )
-FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "scale"})
+FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "scale", "score_grad"})
 """The arguments of :func:`flex` that make a call of `explain` one of `flex`."""
 _traced = torch.compiler.is_dynamo_compiling
 
 
 class Ready(NamedTuple):
-    """What calls like one that was served before need."""
+    """What calls like one that was served before need. It holds none of their arrays."""
 
     plan: Plan
     """Their plan."""
-    variant: Variant
-    """The kernel, and the lists of that call; None where there are none."""
-    keeps: bool
-    """Whether these lists are those of all calls without a block mask: of a function that takes no arrays."""
+    listed: str
+    """Name of the kernel where it takes lists of blocks; else empty."""
+    lists: Tensor | None
+    """Those of all calls without a block mask, of a function without arrays; None for none."""
     held: tuple[Any, ...]
     """The functions, so that no other object takes their identity."""
 
@@ -81,6 +72,7 @@ def flex(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    score_grad: Callable[..., Any] | None = None,
 ) -> Any:
     """Attention with functions of your own: softmax(score_mod(scale * q @ k^T), where mask_mod) @ v, on the tuned schedule.
 
@@ -116,16 +108,21 @@ def flex(
             are converted to 32 in each call.
         scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
         return_lse: return the log-sum-exp of each row's changed, masked scores, too: natural, float32 `[batch, heads, seq_q]`.
+        score_grad: `score_grad(score, b, h, q_idx, kv_idx, *arrays)`, the derivative of `score_mod` in the score. Gradients need
+            it only where `score_mod` does more than arithmetic whose derivative is known by rule.
 
     Returns:
-        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. A row that sees no
-        key is zeros, and its log-sum-exp is minus infinity. Under autocast q, k and v are cast first, as for `sdpa`. Tensors on
-        the CPU are computed in float64 by the reference, slowly, with a warning.
+        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. Both are
+        differentiable, once, in q, k and v. A row that sees no key is zeros, and its log-sum-exp is minus infinity. Under
+        autocast q, k and v are cast first, as for `sdpa`. Tensors on the CPU, and others that the kernel does not take, are
+        computed in float64 by the reference, slowly, with a warning.
 
     Raises:
-        DeclarationError: a function cannot be compiled, or takes another number of arrays.
+        DeclarationError: a function cannot be compiled, or takes another number of arrays; or gradients are required and no rule
+            knows the derivative of `score_mod`.
         ProblemError: arguments that do not fit together.
-        UnsupportedError: gradients or transforms of torch.func are asked for, or the kernel takes no such tensors.
+        UnsupportedError: gradients of an array or transforms of torch.func are asked for; or the kernel takes no such tensors and
+            the setting `fallback` is `error`.
         LaunchError: the launch failed, or a CUDA graph is being captured and this program never ran before.
     """
     # The short way, as that of `sdpa`. Functions are told apart by identity; `Ready` holds them, so that it stays theirs.
@@ -152,16 +149,14 @@ def flex(
             given = (q, k, v, *arrays)
             ready = hot.find_ready(given, (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse))
             if ready is not None:
-                lists = ready.variant.lists
-                if block_mask is not None:
-                    lists = lists if lists is None else block_mask.lists
-                elif lists is not None and (not ready.keeps or process.runtime.is_capturing()):
-                    lists = fill_lists(q, k, arrays, ready.variant.kernel.name)
-                result = launch_plan(
-                    ready.plan, given if lists is None else (q, k, v, lists, *arrays), None, False, True
-                )
+                if ready.listed:
+                    lists = ready.lists if block_mask is None else block_mask.lists
+                    if lists is None or (block_mask is None and process.runtime.is_capturing()):
+                        lists = fill_lists(q, k, arrays, ready.listed)
+                    given = (q, k, v, lists, *arrays)
+                result = launch_plan(ready.plan, given, None, False, True)
                 return (result[0], result[1].squeeze(-1)) if return_lse else result
-    return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse)
+    return _attend(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, return_lse, score_grad)
 
 
 def _stream_of(q: Tensor) -> int | None:
@@ -187,6 +182,20 @@ class Variant(AttentionFeatures):
         return made
 
     @property
+    def gradients_kernel(self) -> KernelClass:  # type: ignore[override]
+        """The kernel of the gradients.
+
+        Raises:
+            DeclarationError: no rule knows the derivative of the function of scores.
+        """
+        return gradient_of(self.kernel)  # type: ignore[arg-type]  # a class is hashable
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What the functions take."""
+        return tuple(self.arrays)
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What a plan depends on, apart from q, k and v."""
         return (*super().key, self.kernel.name, *call_key(*self.arrays))
@@ -204,12 +213,32 @@ class Variant(AttentionFeatures):
         fields = AttentionCall(q, k, v, None, scale, True).fields() | {
             "dtype": "float16"
         }  # of any the reference is the same
-        problem = self.kernel.problem(**fields, lse=True)
-        usual = default_scale(problem)
-        read = {name: on_host(each, "").astype(numpy.float64) for name, each in (("Q", q), ("K", k), ("V", v))}
-        read["Q"] *= (usual if scale is None else scale) / usual
-        found = call_reference(self.kernel, numpy, problem, read | by_name(on_host(each, "") for each in self.arrays))
+        inputs = {"Q": q, "K": k, "V": v} | by_name(self.arrays)
+        found, _ = on_reference(self.kernel.problem(**fields, lse=True), inputs, scale)
         return out.copy_(torch.from_numpy(found[0])), lse.copy_(torch.from_numpy(found[1][..., 0]))
+
+    def gradients_by_reference(self, call: Any) -> Any:
+        """The gradients of q, k and v of a `BackwardCall`, computed in float64 on the host; see :data:`elsewhere`."""
+        q, k, v = call.forward[:3]
+        if 0 in (*q.shape, k.shape[2], v.shape[3]):
+            return map(torch.zeros_like, (q, k, v))
+        found, factor = on_reference(call.problem(dtype="float16"), call.inputs(), call.forward.scale)
+        made = zip((q, k, v), (factor * found[0], *found[1:]), strict=True)
+        return [torch.empty_like(like).copy_(torch.from_numpy(each)) for like, each in made]
+
+    def backward_operator(self, *given: Any) -> Any:
+        """The gradients of q, k and v by the operator that compiled graphs hold."""
+        *tensors, scale, deterministic = given
+        return flex_backward_operator(*tensors, list(self.arrays), self.kernel.name, scale, deterministic)
+
+
+def on_reference(problem: Problem, inputs: Mapping[str, Any], scale: float | None) -> tuple[Any, float]:
+    """What the reference, which knows the usual softmax scale, returns for tensors by the names of their arrays, in float64; and
+    by how much the scale is larger than the usual one."""
+    usual = default_scale(problem)
+    factor = (usual if scale is None else scale) / usual
+    read = {name: on_host(each, "") for name, each in inputs.items()}
+    return call_reference(problem.declaration, numpy, problem, read | {"Q": read["Q"] * factor}), factor
 
 
 def read_flex(q: Any, k: Any, v: Any, *, return_lse: bool = False, **given: Any) -> AttentionCall:
@@ -231,6 +260,7 @@ def _read(
     block_mask: Any = None,
     arrays: Any = (),
     scale: Any = None,
+    score_grad: Any = None,
 ) -> tuple[str, Any, tuple[Any, ...], Any]:
     """The kernel's name, the lists of blocks, the arrays and the scale of a call, checked."""
     check_tensors(q, k, v)
@@ -245,9 +275,9 @@ def _read(
     types = types_of(arrays)
     if block_mask is not None:
         mask_mod = _mask_of(block_mask, mask_mod, types)
-    name, lists = variant_named(score_mod, mask_mod, types), None
+    name, lists = variant_named(score_mod, mask_mod, types, score_grad), None
     if block_mask is not None:
-        _check_sizes(block_mask, name, q, k)
+        _check_sizes(block_mask, q, k)
     if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
         lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
     return name, lists, arrays, scale
@@ -270,24 +300,33 @@ def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
     return own
 
 
-def _check_sizes(block_mask: BlockMask, name: str, q: Any, k: Any) -> None:
+def _check_sizes(block_mask: BlockMask, q: Any, k: Any) -> None:
     """Raise unless a block mask is for these tensors.
 
     Raises:
         ProblemError: it is for other sizes or another device.
     """
-    lists, wanted = block_mask.lists, shape_of_lists(name, q, k)
-    fits = lists.shape[0] in (1, wanted[0]) and lists.shape[1] in (1, wanted[1])
-    if not fits or (block_mask.rows, block_mask.keys) != (q.shape[2], k.shape[2]) or lists.device != q.device:
+    lists, sizes = block_mask.lists, (block_mask.rows, block_mask.keys)
+    fits = lists.shape[0] in (1, q.shape[0]) and lists.shape[1] in (1, q.shape[1]) and lists.device == q.device
+    if not fits or sizes != (q.shape[2], k.shape[2]):
         raise ProblemError(
-            f"block_mask is for {block_mask.rows} rows and {block_mask.keys} keys on {lists.device}, with lists "
-            f"{tuple(lists.shape)}; these tensors have {q.shape[2]} rows and {k.shape[2]} keys on {q.device}, and need lists "
-            f"{tuple(wanted)}, or 1 in place of the first two sizes; make one with tiledsched.block_mask(mask_mod, q, k, arrays)"
+            f"block_mask is for {sizes[0]} rows and {sizes[1]} keys, with lists {tuple(lists.shape)} on {lists.device}; these "
+            f"tensors have batch {q.shape[0]}, {q.shape[1]} heads, {q.shape[2]} rows and {k.shape[2]} keys on {q.device}; "
+            "make one with tiledsched.block_mask(mask_mod, q, k, arrays)"
         )
 
 
 def _attend(
-    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any, scale: Any, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    score_mod: Any,
+    mask_mod: Any,
+    block_mask: Any,
+    arrays: Any,
+    scale: Any,
+    return_lse: bool,
+    score_grad: Any,
 ) -> Any:
     """Every other call: check it, call the operator, and have later calls like it go the short way."""
     if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
@@ -305,23 +344,51 @@ def _attend(
     read = read_arrays(arrays, q)
     if again or type(arrays) is not tuple or any(each is not given for each, given in zip(read, arrays, strict=True)):
         given = (q[None], k[None], v[None]) if again else (q, k, v)
-        result = flex(*given, score_mod, mask_mod, block_mask, read, scale=scale, return_lse=return_lse)
+        more = {"scale": scale, "return_lse": return_lse, "score_grad": score_grad}
+        result = flex(*given, score_mod, mask_mod, block_mask, read, **more)
         return result if not again else (result[0][0], result[1][0]) if return_lse else result[0]
-    kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale)
+    kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, score_grad)
     operator = flex_lse_operator if return_lse else flex_operator
     result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
     if not _traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
-        variant = Variant(kernel, lists, arrays)
         of_mask = None if mask_mod is None else _stream_of(q)
         of_mask = of_mask if block_mask is None else block_mask.key
         key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
-        keeps = not (block_mask or arrays) and lists is not None and not process.runtime.is_capturing()
+        listed, held = "" if lists is None else kernel, (score_mod, mask_mod, block_mask and block_mask.mask_mod)
         with lock:
-            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, variant))
+            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, Variant(kernel, lists, arrays)))
             if plan is not None:
-                ready = Ready(plan, variant, keeps, (score_mod, mask_mod, block_mask and block_mask.mask_mod))
+                is_own = block_mask is None and not arrays and not process.runtime.is_capturing()
+                ready = Ready(plan, listed, lists if is_own else None, held)
                 hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
     return result
+
+
+class DifferentiableFlex(torch.autograd.Function):
+    """A call that saves what its gradients need: q, k, v, the output, one number for each of its rows, and the arrays."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, lists: Any, kernel: str, scale: float | None, lse: bool, *arrays: Any
+    ) -> Any:
+        """The output; with `lse` also the log-sum-exp."""
+        ctx.set_materialize_grads(False)
+        with torch._C._AutoDispatchBelowAutograd():
+            out, sums = flex_lse_operator(q, k, v, lists, list(arrays), kernel, scale)
+        ctx.save_for_backward(q, k, v, out, sums, *arrays)
+        ctx.options = kernel, scale
+        return (out, sums) if lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+        """The gradients of q, k and v."""
+        q, k, v, out, sums, *arrays = ctx.saved_tensors
+        kernel, scale = ctx.options
+        found: tuple[Any, ...] = (None,) * 3
+        if dout is not None or dlse is not None:
+            found = gradients(dout, dlse, (q, k, v, out, sums), None, scale, Variant(kernel, None, arrays), None)[:3]
+        wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
+        return (*wanted, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
 def _register(name: str, result: str, lse: bool) -> Any:
@@ -335,7 +402,9 @@ def _register(name: str, result: str, lse: bool) -> Any:
         if has_tangent(tensors):
             raise UnsupportedError(NO_TRANSFORMS)
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            raise UnsupportedError(NO_GRADIENTS)
+            _check_differentiable(arrays)
+            gradient_of(kernel_named(given[0]))  # type: ignore[arg-type]  # refuses functions without a known derivative
+            return DifferentiableFlex.apply(q, k, v, lists, *given, lse, *arrays)
         if not is_transformed() and are_ordinary(tensors if lists is None else (*tensors, lists)):
             return launch(q, k, v, lists, arrays, *given)
         with torch._C._AutoDispatchBelowAutograd():
@@ -353,3 +422,38 @@ def _register(name: str, result: str, lse: bool) -> Any:
 
 flex_operator = _register("flex", "Tensor", lse=False)
 flex_lse_operator = _register("flex_lse", "(Tensor, Tensor)", lse=True)
+
+
+def _check_differentiable(arrays: Sequence[Any]) -> None:
+    """Raise where gradients of a call with such arrays are not computed.
+
+    Raises:
+        UnsupportedError: one requires a gradient itself, or is beyond the reach of a 32-bit index.
+    """
+    for place, each in enumerate(arrays):
+        if each.requires_grad:
+            raise UnsupportedError(
+                f"arrays[{place}] requires a gradient, and flex computes those of q, k and v alone; give "
+                f"arrays[{place}].detach(), or learn it with torch.nn.attention.flex_attention"
+            )
+        if beyond_int32((each,)):
+            raise UnsupportedError(
+                f"arrays[{place}] has more than 2**31 - 1 elements, with which flex computes no gradients; give a part of it"
+            )
+
+
+def _launch_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, arrays: Any, kernel: str, *given: Any
+) -> Any:
+    scale, deterministic = given
+    variant = Variant(kernel, None, arrays)
+    return differentiate(read_call(dout, q, k, v, out, lse, None, scale, variant, dlse, deterministic))[:3]
+
+
+flex_backward_operator = register_gradients(
+    "flex_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor[] arrays, str kernel, "
+    "float? scale, bool? deterministic) -> (Tensor, Tensor, Tensor)",
+    _launch_backward,
+    lambda dout, q, k, v, *given: tuple(map(torch.empty_like, (q, k, v))),
+    lambda *given, out_val: backward_flops(*given[:6], out_val=out_val),
+)

@@ -119,7 +119,7 @@ class Question:
     def alike(self) -> Sequence[Entry]:
         """The entries that were measured for problems of the same kind; only the kernel's own where one of these is near."""
         found, kernel = self.table.alike(self.problem), self.table.kernel
-        if kernel.space == kernel.name:
+        if not kernel.borrows():
             return found
         own = [entry for entry in found if entry.kernel == kernel.name]
         return own if self.nearest(own) <= NEIGHBOURHOOD else found

@@ -169,7 +169,7 @@ def lent_entries(settings: Settings, archs: Collection[str] | None, kernel: Kern
     """The entries of the kernel whose search space another one has, by which that one is served until it is tuned; none of most
     kernels, which have a space of their own.
     """
-    if kernel.space == kernel.name:
+    if not kernel.borrows():
         return []
     return combined(layers(settings, archs, kernel_named(kernel.space)))
 

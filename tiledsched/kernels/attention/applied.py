@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.entries_source import compiled
+from tiledsched.core.sources import compiled
 
 TILE = 64
 SOURCE = """def apply_mods({arrays}Scores: ct.Array, b: int, h: int, first: int):
@@ -46,19 +46,19 @@ def _entry_of(kernel: Any, scored: bool) -> Any:
 
 
 def apply_on_gpu(
-    stream: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, *, scored: bool = True
-) -> None:
-    """Change scores `[rows, seq_k]` of a head in place, from row `first` on, and hide what the mask hides.
+    xp: Any, kernel: Any, scores: Any, arrays: Sequence[Any], b: int, h: int, first: int, *, scored: bool
+) -> Any:
+    """Scores `[rows, seq_k]` of a head, from row `first` on, changed and hidden in place.
 
     Args:
-        stream: where it is launched.
+        xp: cupy.
         kernel: a variant of attention.
         scores: float32 or float64, on the GPU.
-        arrays: what the functions take, by name, on the GPU.
+        arrays: what the functions take, on the GPU.
         b, h: numbers of the sequence and of the query head.
         first: number of the first row.
         scored: whether scores are changed, or only hidden.
     """
     grid = tuple(-(-size // TILE) for size in scores.shape)
-    given = [arrays[name] for name in kernel.mod_arrays]
-    ct.launch(stream, grid, _entry_of(kernel, scored), (*given, scores, b, h, first))
+    ct.launch(xp.cuda.get_current_stream(), grid, _entry_of(kernel, scored), (*arrays, scores, b, h, first))
+    return scores

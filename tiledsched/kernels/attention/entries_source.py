@@ -6,8 +6,7 @@ was added, run `python -m tiledsched.kernels.attention.entries_source`; a test c
 
 from __future__ import annotations
 
-import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -205,14 +204,6 @@ def variant_source(ending: str, given: Sequence[str], arrays: Sequence[str]) -> 
         arrays: the names of the arrays that the functions take.
     """
     return _kernel(VARIANT, " ".join([*given, *arrays]), "Attention of an author's own.", ending)
-
-
-def compiled(file: str, text: str, names: dict[str, Any], function: str) -> Callable[..., None]:
-    """A function of this package's text, which finds `names`; cuTile finds the text where Python keeps that of modules."""
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), names)
-    found: Callable[..., None] = names[function]
-    return found
 
 
 def _kernel(kind: str, more: str, about: str, ending: str) -> str:

@@ -19,7 +19,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.attention.entries_source import compiled
+from tiledsched.core.sources import compiled
 from tiledsched.kernels.attention.variants import (
     BLOCK,
     HEAD,

@@ -13,11 +13,13 @@ of the blocks seen in part, and, from the back, those that all rows see in full.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.derivatives import score_of, slope_of, value_of
 from tiledsched.kernels.attention.scheduler import rows_of_work
 
 HEAD = 2
@@ -32,6 +34,9 @@ class Mods:
     """`score(score, b, h, q_idx, kv_idx, *arrays)`: the new scores; None for no change."""
     mask: Any
     """`mask(b, h, q_idx, kv_idx, *arrays)`: whether each row sees each key; None where each sees all."""
+    slope: Any = None
+    """`slope(score, b, h, q_idx, kv_idx, *arrays)`: the derivative of `score` in the score, as gradients need it; None where
+    `score` is a copy that takes a `derivatives.Dual`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,28 @@ def modified(scores, rows, keys, j, const):
     changed = variant.mods.score(
         scores * variant.scale, variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays
     )
-    return changed.astype(ct.float32)
+    return ct.broadcast_to(ct.astype(changed, ct.float32), scores.shape)
+
+
+def changed_with_slope(scores, columns, rows, visible, keys):
+    """(scores as the author's functions change and hide them, derivative of the change), of tiles of any orientation.
+
+    The second is None where no function changes scores; of a hidden score it may be anything.
+
+    Hidden are also the scores where `visible` is false: behind the last row a function may return NaN.
+    """
+    variant, slope = keys.variant, None
+    others = (variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
+    if variant.mods.score is not None:
+        scores = scores * variant.scale
+        if variant.mods.slope is None:
+            changed = variant.mods.score(score_of(scores), *others)
+            scores, slope = value_of(changed), slope_of(changed)
+        else:
+            scores, slope = variant.mods.score(scores, *others), variant.mods.slope(scores, *others)
+    if variant.mods.mask is not None:
+        visible = visible & variant.mods.mask(*others)
+    return ct.where(visible, scores.astype(ct.float32), -math.inf), slope
 
 
 def seen_by_mod(columns, rows, keys, const):

@@ -30,7 +30,7 @@ def tuning_traits(score_mod: Any, mask_mod: Any) -> dict[str, Any]:
         "planning_rivals": (),
         "compiled_rivals": (),
         "batch_dims": () if mask_mod else Attention.batch_dims,
-        "unordered": "takes blocks that all rows see after the others, whatever row it sums for" if mask_mod else "",
+        "unordered": "takes the blocks that all their rows see last",
         "counted": "of all pairs" if mask_mod else "",
     }
 

@@ -29,7 +29,7 @@ from tiledsched.core.fields import ArrayField
 from tiledsched.core.kernel import check_array
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import is_library
+from tiledsched.core.sources import compiled, is_library
 from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
@@ -51,6 +51,8 @@ WIDE_ARRAY = "Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]"
 """The type of an array of more than 2**31 - 1 elements, in the text of kernels."""
 MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
 """What a function that hides keys is given, before the arrays."""
+MODS = ("score_mod", "mask_mod", "score_grad")
+"""The functions of an author, as a kernel has them in `mods`; None for those that he does not give."""
 PLAIN = (bool, int, float, str, type(None))
 REFUSED = (
     "it must be a function with a name in a file (def {example}(...): ...), a function that such a function returns, or a frozen "
@@ -89,7 +91,7 @@ def code_of(function: Any, what: str) -> list[Any]:
             parts = [visit(each, f"{where}, which holds {name}") for name, each in own.items()]
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
         module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
-        if is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
+        if where != what and is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
             return f"{module}.{getattr(value, '__qualname__', value)}"
         if isinstance(value, ModuleType):
             raise DeclarationError(
@@ -142,6 +144,7 @@ def flex_attention(
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     arrays: Mapping[str, ArrayField] | None = None,
+    score_grad: Callable[..., Any] | None = None,
 ) -> KernelClass:
     """The kernel of attention with an author's own functions.
 
@@ -153,6 +156,8 @@ def flex_attention(
         mask_mod: `mask_mod(b, h, q_idx, kv_idx, *arrays)`, whether a row sees a key.
         arrays: by name, what the functions take in this order, declared with `tiledsched.array`: its shape in the dims of
             attention (batch, heads, kv_heads, seq_q, seq_k, head_dim) or numbers, and its type.
+        score_grad: `score_grad(score, b, h, q_idx, kv_idx, *arrays)`, the derivative of `score_mod` in the score, for gradients.
+            Needed only where `score_mod` does more than arithmetic whose derivative is known by rule.
 
     Raises:
         DeclarationError: neither function is given, one cannot be compiled, or takes another number of arrays.
@@ -168,7 +173,8 @@ def flex_attention(
             raise DeclarationError(
                 f"arrays: the name {name!r} is taken or no name of a variable; call it something else"
             )
-    found = variant(score_mod, mask_mod, [(rank_of(each), each.dtype or "dtype") for each in fields.values()])
+    shapes = [(rank_of(each), each.dtype or "dtype") for each in fields.values()]
+    found = variant(score_mod, mask_mod, shapes, score_grad)
     declare(found, fields, caller)
     return found
 
@@ -180,42 +186,45 @@ def rank_of(field: ArrayField) -> int:
     raise DeclarationError('arrays: a shape is text, as in "batch seq_k"')
 
 
-def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
-    """The kernel of two functions and arrays of so many axes and such types, which is made at first.
+def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], score_grad: Any = None) -> KernelClass:
+    """The kernel of an author's functions and arrays of so many axes and such types, which is made at first.
 
     Raises:
         DeclarationError: as :func:`flex_attention`.
     """
     if score_mod is None and mask_mod is None:
         raise DeclarationError("give score_mod or mask_mod; attention without either is tiledsched.sdpa")
-    key = (id(score_mod), id(mask_mod), *arrays)
+    if score_grad is not None and score_mod is None:
+        raise DeclarationError("score_grad is the derivative of score_mod; give both, or leave out score_grad")
+    functions = (score_mod, mask_mod, score_grad)
+    key = (*map(id, functions), *arrays)
     if key in _by_functions:
         return _by_functions[key][0]
-    given = {"score_mod": score_mod, "mask_mod": mask_mod}
+    given = dict(zip(MODS, functions, strict=True))
     code = {what: code_of(each, what) for what, each in given.items() if each is not None}
     for what in code:
         check_parameters(given[what], what, len(arrays))
     identity = stable_id([code, [list(each) for each in arrays]], 8)
-    words = "_".join(dict.fromkeys(word_of(given[what]) for what in code))
+    words = "_".join(dict.fromkeys(word_of(given[what]) for what in code if what != "score_grad"))
     name = f"flex_{words}_{identity}"
     if name not in _known:
         try_out({what: given[what] for what in code}, arrays)
-        _known[name] = make(name, identity, score_mod, mask_mod, arrays)
+        _known[name] = make(name, identity, score_mod, mask_mod, arrays, score_grad)
     found = _known[name]
     if len(_by_functions) >= MAX_FUNCTIONS:
         _by_functions.clear()
-    _by_functions[key] = found, score_mod, mask_mod
+    _by_functions[key] = found, *functions
     return found
 
 
-_by_functions: dict[Any, tuple[KernelClass, Any, Any]] = {}
+_by_functions: dict[Any, tuple[Any, ...]] = {}
 """Kernels by the identity of their functions, which are held so that no other object takes it. Functions that are equal may be
 different code: `Scale(1) == Scale(1.0)`, for a dataclass."""
 
 
 def word_of(function: Any) -> str:
-    """The name of a function, or of the class of an object."""
-    return str(getattr(function, "__name__", type(function).__name__)).strip("_").lower()
+    """The name of a function, or of the one that made it, or of the class of an object."""
+    return str(getattr(function, "__qualname__", type(function).__name__)).partition(".")[0].strip("_").lower()
 
 
 def check_parameters(function: Any, what: str, count: int) -> None:
@@ -224,12 +233,12 @@ def check_parameters(function: Any, what: str, count: int) -> None:
     Raises:
         DeclarationError: it cannot.
     """
-    taken = (("score",) if what == "score_mod" else ()) + MASK_PARAMETERS
+    taken = (("score",) if what != "mask_mod" else ()) + MASK_PARAMETERS
     try:
         inspect.signature(function).bind(*taken, *range(count))
     except TypeError as error:
         wanted = ", ".join([*taken, *(f"array{place}" for place in range(count))])
-        raise DeclarationError(f"{what}: {word_of(function)} must take ({wanted}): {error}") from error
+        raise DeclarationError(f"{what} must take ({wanted}): {error}") from error
 
 
 def reads(function: Any, place: int) -> bool:
@@ -273,7 +282,9 @@ def array_fields_of(
     return tuple(fields), fields, {"array_side": lambda p: 1}
 
 
-def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
+def make(
+    name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], score_grad: Any = None
+) -> KernelClass:
     """A new kernel; see :func:`variant`."""
     names, fields, sides = array_fields_of(arrays)
     per_batch = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("b"))
@@ -297,7 +308,7 @@ def make(name: str, identity: str, score_mod: Any, mask_mod: Any, arrays: Sequen
             "list_length": lambda p: HEAD + -(-p.seq_k // BLOCK),
         },
         "constraints": CONSTRAINTS,
-        "mods": (score_mod, mask_mod),
+        "mods": (score_mod, mask_mod, score_grad),
         "mod_arrays": names,
         "identity": identity,
         "Blocks": ts.array("mask_batch mask_heads row_blocks list_length", dtype="int32", when="listed"),
@@ -338,7 +349,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
 
 def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     """The compile-time constants, as the kernels name them."""
-    score_mod, mask_mod = p.declaration.mods
+    score_mod, mask_mod, _ = p.declaration.mods
     size = BLOCK if p.listed else 0
     more = {
         "SCORE_MOD": score_mod is not None,
@@ -365,9 +376,9 @@ def entry(p: Any, s: Schedule) -> Callable[..., None]:
 def entry_of(kernel: Any, ending: str, given: tuple[str, ...], wide: bool) -> Callable[..., None]:
     """The kernel function with the functions of an author, from text that cuTile finds where Python keeps the text of modules."""
     from tiledsched.kernels.attention import entries, mods
-    from tiledsched.kernels.attention.entries_source import VARIANT, compiled, variant_source
+    from tiledsched.kernels.attention.entries_source import VARIANT, variant_source
 
-    names: dict[str, Any] = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
+    names = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
     text = variant_source(ending, given, kernel.mod_arrays)
     found = compiled(f"<{kernel.name}{ending} {' '.join(given)}>", text, names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
@@ -382,8 +393,8 @@ def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None]
 
 
 def source_hash(kernel: Any) -> str:
-    """Hash of the source of attention and of the author's functions."""
-    return stable_id([Attention.source_hash(), kernel.identity])
+    """Hash of the source of attention, or of its gradients, and of the author's functions."""
+    return stable_id([kernel.__base__.source_hash(), kernel.identity])
 
 
 def locator(kernel: Any) -> str:
@@ -435,31 +446,29 @@ def rows_at_once(seq_k: int) -> int:
 
 def mask_of_rows(xp: Any, p: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, count: int) -> Any:
     """`[count, seq_k]`: which keys each row from `first` on sees, as the author's function says."""
+    zeros = xp.zeros((count, p.seq_k), numpy.float32)
+    return xp.isfinite(changed(xp, p.declaration, zeros, arrays, b, h, first, scored=False))
+
+
+def changed(
+    xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], b: int, h: int, first: int, *, scored: bool = True
+) -> Any:
+    """Scores `[rows, seq_k]` of a head, from row `first` on, as the functions of a kernel change and hide them; without `scored`
+    they are only hidden.
+    """
+    score_mod, mask_mod = kernel.mods[:2]
+    given = [arrays[name] for name in kernel.mod_arrays]
     if xp is not numpy:
-        scores = xp.zeros((count, p.seq_k), numpy.float32)
-        applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=False)
-        return xp.isfinite(scores)
-    mask_mod = p.declaration.mods[1]
-    return evaluated(mask_mod, "mask_mod", *indices(p, b, h, first, count), arrays=in_order(p, arrays))
+        from tiledsched.kernels.attention.applied import apply_on_gpu
 
-
-def in_order(p: Any, arrays: Mapping[str, Any]) -> list[Any]:
-    """The arrays that the functions of an author take."""
-    return [arrays[name] for name in p.declaration.mod_arrays]
-
-
-def applied_on_gpu(xp: Any, kernel: Any, scores: Any, arrays: Mapping[str, Any], *place: int, scored: bool) -> Any:
-    """Scores of CuPy that :func:`tiledsched.kernels.attention.applied.apply_on_gpu` changed in place."""
-    from tiledsched.kernels.attention.applied import apply_on_gpu
-
-    apply_on_gpu(xp.cuda.get_current_stream(), kernel, scores, arrays, *place, scored=scored)
+        return apply_on_gpu(xp, kernel, scores, given, b, h, first, scored=scored and score_mod is not None)
+    rows, keys = (numpy.arange(size, dtype=numpy.int32) for size in scores.shape)
+    places = (b, h, first + rows[:, None], keys[None])
+    if score_mod is not None and scored:
+        scores = evaluated(score_mod, "score_mod", scores, *places, arrays=given)
+    if mask_mod is not None:
+        scores = numpy.where(evaluated(mask_mod, "mask_mod", *places, arrays=given), scores, -numpy.inf)
     return scores
-
-
-def indices(p: Any, b: int, h: int, first: int, count: int) -> tuple[Any, ...]:
-    """What every function of an author is given of rows from `first` on."""
-    rows = numpy.arange(first, first + count, dtype=numpy.int32)
-    return b, h, rows[:, None], numpy.arange(p.seq_k, dtype=numpy.int32)[None]
 
 
 def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> Any:
@@ -499,7 +508,7 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
     rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
     for what, function in functions.items():
-        scores = [numpy.zeros((4, 4), numpy.float32)] if what == "score_mod" else []
+        scores = [numpy.zeros((4, 4), numpy.float32)] if what != "mask_mod" else []
         with contextlib.suppress(
             OutsideError, UnsupportedOperationError
         ):  # only a call knows sizes and the compiler's words
@@ -510,25 +519,6 @@ def reference(
     xp: Any, Q: Any, K: Any, V: Any, Sinks: Any, Starts: Any, Lengths: Any, p: Any, **arrays: Any
 ) -> tuple[Any, Any]:
     """The output and the log-sum-exp of each row in the precision of the inputs, with the author's own functions."""
-    score_mod, mask_mod = p.declaration.mods
-
-    @functools.lru_cache(maxsize=1)  # heads follow each other, which may have one mask
-    def visible(b: int, h: int, first: int, count: int) -> Any:
-        return mask_of_rows(xp, p, arrays, b, h, first, count)
-
-    def modified(scores: Any, b: int, h: int, first: int) -> Any:
-        count = len(scores)
-        if xp is not numpy:
-            return applied_on_gpu(xp, p.declaration, scores, arrays, b, h, first, scored=score_mod is not None)
-        if score_mod is not None:
-            given = (scores, *indices(p, b, h, first, count))
-            scores = evaluated(score_mod, "score_mod", *given, arrays=in_order(p, arrays))
-        return (
-            scores
-            if mask_mod is None
-            else xp.where(visible(b % p.mask_batch, h % p.mask_heads, first, count), scores, -xp.inf)
-        )
-
     out, lse = attention_and_lse(
         xp,
         Q,
@@ -538,11 +528,16 @@ def reference(
         sinks=Sinks,
         starts=Starts,
         lengths=Lengths,
-        modified=modified,
-        rows_per_chunk=rows_at_once(p.seq_k),
+        **changed_scores(xp, p, arrays),
         **problem.mask_of(p),
     )
     return out, lse[..., None]
+
+
+def changed_scores(xp: Any, p: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of attention's reference by which it has scores as the author's functions change and hide them."""
+    of_kernel = functools.partial(changed, xp, p.declaration, arrays=arrays)
+    return {"modified": of_kernel, "rows_per_chunk": rows_at_once(p.seq_k)}
 
 
 def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterator[Case]:

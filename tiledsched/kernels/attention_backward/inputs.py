@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -30,16 +31,23 @@ LARGE_VALUES, SMALL_GRADIENTS = 2.0**14, 2.0**-6
 SPREAD = 0.05
 
 
-def random_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
-    """Random inputs by name, with what attention gives for them."""
-    found = normal_inputs(xp, rng, p)
+def random_inputs(
+    xp: Any, rng: Any, p: Problem, given: Mapping[str, Any] = MappingProxyType({}), **change: Any
+) -> dict[str, Any]:
+    """Random inputs by name, with what attention gives for them.
+
+    Args:
+        given: arrays that are taken as they are, by name.
+        change: as for :func:`outputs_of`.
+    """
+    found = {**normal_inputs(xp, rng, p), **given}
     found |= {name: xp.asarray(array) for name, array in places(rng, p).items()}
-    return found | outputs_of(xp, p, found)
+    return found | outputs_of(xp, p, found, **change)
 
 
 def normal_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
     """Standard normal numbers by name, float32, for all inputs that do not follow from others or say where sequences are."""
-    own = ("Out", "Lse", "Starts", "Lengths", "CuQ", "CuK")
+    own = ("Out", "Lse", "Starts", "Lengths", "CuQ", "CuK", *getattr(p.declaration, "mod_arrays", ()))
     return {
         spec.name: rng.standard_normal(spec.shape, dtype=numpy.float32)
         for spec in input_specs(p.declaration, p)
@@ -47,8 +55,12 @@ def normal_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
     }
 
 
-def outputs_of(xp: Any, p: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Out and Lse for inputs as numbers, which are rounded to their type first."""
+def outputs_of(xp: Any, p: Problem, inputs: dict[str, Any], **change: Any) -> dict[str, Any]:
+    """Out and Lse for inputs as numbers, which are rounded to their type first.
+
+    Args:
+        change: further arguments of attention's reference, which change its scores.
+    """
     rounded = {
         name: to_float(xp, to_storage(xp, inputs[name], p.dtype), p.dtype, "float32")
         for name in ("Q", "K", "V", "Sinks")
@@ -66,15 +78,28 @@ def outputs_of(xp: Any, p: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
         cu_q=inputs.get("CuQ"),
         cu_k=inputs.get("CuK"),
         **mask_of(p),
+        **change,
     )
     return {"Out": out, "Lse": lse}
 
 
-def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Case:
-    """The case in which key/value heads, and the query heads of their groups, take the kinds of inputs in turn."""
+def adversarial_case(
+    xp: Any,
+    rng: Any,
+    p: Problem,
+    reference: Callable[[dict[str, Any]], tuple[Any, ...]],
+    own: Mapping[str, Any] = MappingProxyType({}),
+    **change: Any,
+) -> Case:
+    """The case in which key/value heads, and the query heads of their groups, take the kinds of inputs in turn.
+
+    Args:
+        own: arrays that are taken as they are, by name.
+        change: as for :func:`outputs_of`.
+    """
     kinds = kinds_of_heads(p, len(KINDS))
     given = places(rng, p, uneven=True)
-    found = normal_inputs(xp, rng, p)
+    found = {**normal_inputs(xp, rng, p), **own}
     signs = xp.where(rng.standard_normal((CODES, p.head_dim), dtype=numpy.float32) < 0, -1.0, 1.0).astype(numpy.float32)
     for batch, head in numpy.ndindex(p.batch, p.heads):
         for rows, columns in sequences(p, given):
@@ -88,7 +113,7 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
     if unused is not None:
         found |= {name: xp.where(unused[:, None, :, None], xp.float32(xp.nan), found[name]) for name in "KV"}
     found |= {name: xp.asarray(array) for name, array in given.items()}
-    found |= outputs_of(xp, p, found)
+    found |= outputs_of(xp, p, found, **change)
     types = {spec.name: spec.dtype for spec in p.declaration.arrays(p)}
     inputs = {name: xp.ascontiguousarray(to_storage(xp, array, types[name])) for name, array in found.items()}
     return Case([KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, reference(inputs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import capped, narrowed, own_keys, seen, unmasked_turns
+from tiledsched.kernels.attention.mods import changed_with_slope, variant_of
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import coordinates, rows_of
 from tiledsched.kernels.attention.tiles import Keys, part_of
@@ -66,7 +67,10 @@ def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place
     if const.STARTS or const.LENGTHS:
         K, V, offset = own_keys(K, V, batch, offset, features, const)
     first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
-    keys = Keys(K, V, batch, head // const.GROUP, steps, 0, steps, 0, span)
+    variant = None
+    if const.MODS:
+        variant = variant_of(0, head, batch, offset, features, const)
+    keys = Keys(K, V, batch, head // const.GROUP, steps, 0, steps, 0, span, variant)
     rows = Rows(Q, dOut, LseLog2, Delta, None, batch, head)
     q = load_queries(Q, rows, place, const.TILE_D, const.REST_D, 0, const)
     gradient = load_queries(dOut, rows, place, const.TILE_V, const.REST_V, 0, const)
@@ -107,10 +111,12 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     v = load_parts(keys.V, index, const.TILE_N, const.TILE_V, const.REST_V, const.LATENCY_DO, const.TMA_LOADS)
     q, gradient, lse, delta = own
     zeros = ct.zeros(score_shape(const), ct.float32)
-    logits = capped(across(k, q, zeros, const), keys, const)
+    columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
+    logits, slope = capped(across(k, q, zeros, const), keys, const), None
+    if const.MODS:
+        logits, slope = changed_with_slope(logits, columns, last, columns < keys.K.shape[2], keys)
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
     if MASKED and (const.CAUSAL or not const.EVEN):
-        columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         if const.WINDOW or const.STARTS or const.LENGTHS:
             visible = seen(columns, last, keys, const)
         elif const.CAUSAL and not const.EVEN:
@@ -121,6 +127,8 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
             visible = columns < keys.K.shape[2]
         p = ct.where(visible, p, 0.0)
     ds = p * (across(v, gradient, zeros, const) - delta)
+    if slope is not None:
+        ds = ct.where(p == 0.0, 0.0, ds * slope)
     if const.SOFTCAP:
         ds = ds * (1.0 - logits * logits)
     ds = ds.astype(k[0].dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tiledsched.kernels.attention.reference import ROWS_PER_CHUNK, masked_scores
@@ -27,6 +28,9 @@ def attention_gradients(
     cu_q: Any = None,
     cu_k: Any = None,
     alignment: str = "top_left",
+    modified: Callable[..., Any] | None = None,
+    slope: Callable[..., Any] | None = None,
+    rows_per_chunk: int = ROWS_PER_CHUNK,
     **mask: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """The gradients of q, k, v and the sinks, as far as `out` and `lse` are what attention gives for the other inputs.
@@ -38,6 +42,7 @@ def attention_gradients(
         gradient: the gradient of `out`.
         lse: `[batch, heads, seq_q]`, its log-sum-exp; minus infinity for rows that see nothing, whose gradients are 0.
         dlse: the gradient of `lse`; or None.
+        slope: `slope(scores, b, h, first)`, the derivative of `modified` in the scores; or None.
 
     Returns:
         Arrays of the shapes of q, k, v and `[heads]`, in `dtype`. Without sinks the last is zero.
@@ -55,8 +60,8 @@ def attention_gradients(
             keys, values = (
                 xp.where(used[:, None], each[entry, h // group, own_keys].astype(dtype), 0.0) for each in (k, v)
             )
-            for start in range(own_rows.start, own_rows.stop, ROWS_PER_CHUNK):
-                rows = slice(start, min(start + ROWS_PER_CHUNK, own_rows.stop))
+            for start in range(own_rows.start, own_rows.stop, rows_per_chunk):
+                rows = slice(start, min(start + rows_per_chunk, own_rows.stop))
                 place = rows.start - own_rows.start
                 queries, wanted = (each[entry, h, rows].astype(dtype) for each in (q, gradient))
                 own_lse = lse[entry, h, rows].astype(dtype)[:, None]
@@ -70,13 +75,17 @@ def attention_gradients(
                     dsinks[h] -= (share * delta).sum()
                 if not seq_k:
                     continue
+                at = {"b": entry, "h": h, "first": place}
+                change = modified and functools.partial(modified, **at)
                 scores, logits = masked_scores(
-                    xp, queries, keys, place, used, scale=scale, cap=cap, offset=offset, **mask
+                    xp, queries, keys, place, used, scale=scale, cap=cap, offset=offset, modified=change, **mask
                 )
                 p = xp.exp(scores - xp.where(seen, own_lse, xp.inf))
                 ds = p * (wanted @ values.T - delta)
                 if cap:
                     ds = ds * (1.0 - (logits / cap) ** 2)
+                if slope:
+                    ds = xp.where(p > 0, ds * slope(scale * (queries @ keys.T), **at), 0.0)
                 dv[entry, h // group, own_keys] += p.T @ wanted
                 dq[entry, h, rows] = scale * (ds @ keys)
                 dk[entry, h // group, own_keys] += scale * (ds.T @ queries)

@@ -23,12 +23,13 @@ rows are, which of them see each other and in which order blocks run is shared w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features, capped
+from tiledsched.kernels.attention.mods import changed_with_slope, variant_of
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates
 from tiledsched.kernels.attention.tiles import part_of
@@ -99,6 +100,8 @@ class BackwardConstants:
     """Whether a block goes over all query heads of a group; else there is a block for each of them."""
     ADDS: bool = False
     """Whether a block adds its share of dQ to an array."""
+    MODS: bool = False
+    """Whether functions of an author's change or hide scores."""
     # What functions of attention forward ask for, and gradients do not leave open.
     PACK: int = 1
     PAGE: int = 0
@@ -109,6 +112,7 @@ class BackwardConstants:
     UNROLL: int = 1
     FLAT_STEPS: int = 0
     CHECK_BOUNDS: bool = True
+    BLOCK_ROWS: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,8 @@ class KeyTile:
     """The `features.Features` of the launch."""
     tiles: Any
     """(begin, first, second, end): the tiles of query rows that see it. Those from `first` to `second` need no mask."""
+    variant: Any = None
+    """What an author's own functions are given for one query head, as a `mods.Variant`; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +336,8 @@ def query_tiles(first_key, offset, window, start, stop, seq_q, const):
 def over_queries(rows, tile, sums, scale_log2, const):
     """The sums after all query rows of one head, in one loop over their tiles, or in several of which one needs no masks."""
     begin, first, second, end = tile.tiles
+    if const.MODS:
+        tile = replace(tile, variant=variant_of(0, rows.head, rows.entry, tile.offset, tile.span, const))
     carried = ()
     if const.AHEAD:
         carried = score(rows, tile, min(begin, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
@@ -396,7 +404,10 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     q = load_queries(rows.Q, rows, i, const.TILE_D, const.REST_D, const.LATENCY_Q, const)
     scores = carried if const.AHEAD else across(tile.k, q, ct.zeros(score_shape(const), ct.float32), const)
     gradient = load_queries(rows.dOut, rows, i, const.TILE_V, const.REST_V, const.LATENCY_DO, const)
-    logits = capped(scores, tile, const)
+    logits, slope = capped(scores, tile, const), None
+    if const.MODS:
+        columns, last = places(tile, i, const)
+        logits, slope = changed_with_slope(scores, columns, last, last < rows.Q.shape[2] + tile.offset, tile)
     p = ct.exp2(logits * scale_log2 - row_values(rows.LseLog2, rows, i, const), flush_to_zero=True)
     p = masked(p, tile, i, MASKED, const)
     delta = row_values(rows.Delta, rows, i, const)
@@ -409,6 +420,8 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     if const.DV_PLACE == 0:
         dv = add_parts(dv, weights, gradient, const)
     ds = p * dp
+    if slope is not None:
+        ds = ct.where(p == 0.0, 0.0, ds * slope)
     if const.SOFTCAP:
         ds = ds * (1.0 - logits * logits)
     ds = ds.astype(q[0].dtype)
@@ -434,9 +447,7 @@ def row_values(array, rows, i, const):
 def masked(p, tile, i, MASKED, const):
     """The probabilities, and 0 where a row does not see a key. (Of a key that no row of a sequence sees they may be infinite.)"""
     if MASKED and (const.CAUSAL or not const.EVEN):
-        columns = tile.columns[:, None] if const.TRANSPOSED else tile.columns[None, :]
-        last = i * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32) + tile.offset
-        last = last[None, :] if const.TRANSPOSED else last[:, None]
+        columns, last = places(tile, i, const)
         if const.CAUSAL:
             visible = columns <= last
             if const.WINDOW:
@@ -449,6 +460,14 @@ def masked(p, tile, i, MASKED, const):
             visible = visible & (columns >= tile.start)
         p = ct.where(visible, p, 0.0)
     return p
+
+
+def places(tile, i, const):
+    """(numbers of the keys, the last key that each row of the `i`-th tile sees when causal), beside the scores."""
+    columns = tile.columns[:, None] if const.TRANSPOSED else tile.columns[None, :]
+    last = i * const.TILE_M + ct.arange(const.TILE_M, dtype=ct.int32) + tile.offset
+    last = last[None, :] if const.TRANSPOSED else last[:, None]
+    return columns, last
 
 
 def add_parts(total, weights, of_rows, const):
