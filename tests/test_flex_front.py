@@ -394,11 +394,15 @@ ONE = torch.nested.nested_tensor([torch.zeros(2, 3, 16), torch.zeros(2, 4, 16)])
         ),
         ({"mask_mod": 3}, DeclarationError, "mask_mod: 3 cannot be compiled|3 is not a callable object"),
         ({"mask_mod": print}, DeclarationError, "print.* cannot be compiled; it must be a function with a name"),
-        ({"mask_mod": mods.documents}, DeclarationError, r"documents must take \(b, h, q_idx, kv_idx\)"),
+        (
+            {"mask_mod": mods.documents},
+            DeclarationError,
+            r"mask_mod must take \(b, h, q_idx, kv_idx\), and documents does not",
+        ),
         (
             {"mask_mod": mods.window(3), "arrays": (SLOPES,)},
             DeclarationError,
-            r"near must take \(b, h, q_idx, kv_idx, array0\): too many",
+            r"must take \(b, h, q_idx, kv_idx, array0\), and .*near does not: too many",
         ),
         (
             {"score_mod": mods.alibi, "arrays": SLOPES},

@@ -39,6 +39,7 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "gpu_wait": int,
     "capture": str,
     "remember": ("on", "new", "off"),
+    "masks": ("torch", "own"),
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
@@ -90,6 +91,9 @@ class Settings:
     remember: str = "on"
     """What :func:`tiledsched.exhaustive_search` does with stored results. on: it answers from them and adds to them; new: it
     measures again and replaces them; off: it neither reads nor stores any."""
+    masks: str = "torch"
+    """What computes `sdpa` with a mask tensor. torch: torch's attention; own: our kernel, which is experimental: no GPU has run
+    it yet."""
     log_level: str | None = None
     """Least level of messages that the logger `tiledsched` prints to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.lists import lists_kernel
+from tiledsched.kernels.attention.torch_mods import tile_mods
 from tiledsched.kernels.attention.variants import BLOCK, HEAD, variant
 from tiledsched.ops.arguments import check_tensors
 from tiledsched.serve import process
@@ -164,8 +165,8 @@ def block_mask(mask_mod: Callable[..., Any], q: Tensor, k: Tensor, arrays: tuple
     check_tensors(q, k, k)
     if q.ndim == k.ndim == 3:
         q, k = q[None], k[None]
-    arrays = read_arrays(arrays, q)
-    lists = find_lists(variant_named(None, mask_mod, types_of(arrays)), q, k, arrays)
+    _, mask, arrays = read_mods(None, mask_mod, arrays, q)
+    lists = find_lists(variant_named(None, mask, types_of(arrays)), q, k, arrays)
     return BlockMask(lists, mask_mod, q.shape[2], k.shape[2])
 
 
@@ -189,6 +190,20 @@ def read_arrays(arrays: Any, q: Tensor) -> tuple[Tensor, ...]:
                 "function capture numbers"
             )
     return tuple([each.to(torch.int32) if each.dtype == torch.int64 else each for each in arrays])
+
+
+def read_mods(score_mod: Any, mask_mod: Any, arrays: Any, q: Tensor) -> tuple[Any, Any, tuple[Tensor, ...]]:
+    """The functions of an author as tile code, and all arrays of the call as the kernels take them, with the tensors behind them
+    that functions in torch's words read.
+
+    Raises:
+        DeclarationError: a function has no translation to tile code.
+        ProblemError: as :func:`read_arrays`.
+    """
+    arrays = read_arrays(arrays, q)
+    if not _traced():  # torch.compile cannot follow
+        score_mod, mask_mod, arrays = tile_mods(score_mod, mask_mod, arrays)
+    return score_mod, mask_mod, read_arrays(arrays, q)
 
 
 def by_name(arrays: Iterable[Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -24,7 +25,16 @@ from tiledsched.kernels.attention_backward.variants import gradient_of
 from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
 from tiledsched.ops.backward import backward_flops, differentiate, gradients, read_call
 from tiledsched.ops.backward import register as register_gradients
-from tiledsched.ops.block_masks import BlockMask, by_name, fill_lists, find_lists, read_arrays, types_of, variant_named
+from tiledsched.ops.block_masks import (
+    BlockMask,
+    by_name,
+    fill_lists,
+    find_lists,
+    read_arrays,
+    read_mods,
+    types_of,
+    variant_named,
+)
 from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
 from tiledsched.ops.plans import AttentionCall, cache, plan_key
@@ -92,6 +102,9 @@ def flex(
     them ends with `*arrays`. A function must have a name and stand in a file; or be returned by such a function, whose numbers,
     tuples and functions it may use; or be a frozen dataclass with `__call__`. What it reads from around it is read at its first
     call. New contents of arrays compile nothing.
+
+    A function in the words of torch's FlexAttention is taken, too, except under torch.compile. The tensors that it reads by
+    brackets become arrays of the call; it is read anew in each call, on the host.
 
     Args:
         q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
@@ -264,7 +277,8 @@ def _read(
 ) -> tuple[str, Any, tuple[Any, ...], Any]:
     """The kernel's name, the lists of blocks, the arrays and the scale of a call, checked."""
     check_tensors(q, k, v)
-    arrays, scale = read_arrays(arrays, q), read_scale(scale)
+    score_mod, mask_mod, block_mask, arrays = _in_tile_code(q, score_mod, mask_mod, block_mask, arrays)
+    scale = read_scale(scale)
     if odd_scale(scale) or not q.shape[-1]:
         raise ProblemError(odd_scale(scale) or "q has no columns; head_dim must be 1 at least")
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and heads_grouped(q, k, v)):
@@ -281,6 +295,17 @@ def _read(
     if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
         lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
     return name, lists, arrays, scale
+
+
+def _in_tile_code(q: Any, score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any) -> tuple[Any, Any, Any, Any]:
+    """The functions, block mask and arrays of a call, where the functions may be in torch's words, in cuTile's; see
+    :func:`~tiledsched.ops.block_masks.read_mods`."""
+    ours = isinstance(block_mask, BlockMask)
+    own = block_mask.mask_mod if ours and mask_mod is None else mask_mod
+    score_mod, mask, arrays = read_mods(score_mod, own, arrays, q)
+    if mask is own:
+        return score_mod, mask_mod, block_mask, arrays
+    return score_mod, mask, replace(block_mask, mask_mod=mask) if ours else block_mask, arrays
 
 
 def _mask_of(block_mask: Any, mask_mod: Any, types: Any) -> Any:
@@ -341,11 +366,12 @@ def _attend(
     again = q.ndim == k.ndim == v.ndim == 3
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = cast_for_autocast(q, k, v)
-    read = read_arrays(arrays, q)
-    if again or type(arrays) is not tuple or any(each is not given for each, given in zip(read, arrays, strict=True)):
+    score, mask, blocks, read = _in_tile_code(q, score_mod, mask_mod, block_mask, arrays)
+    both = zip((score_mod, mask_mod, block_mask, *arrays), (score, mask, blocks, *read), strict=False)
+    if again or type(arrays) is not tuple or any(one is not other for one, other in both):
         given = (q[None], k[None], v[None]) if again else (q, k, v)
         more = {"scale": scale, "return_lse": return_lse, "score_grad": score_grad}
-        result = flex(*given, score_mod, mask_mod, block_mask, read, **more)
+        result = flex(*given, score, mask, blocks, read, **more)
         return result if not again else (result[0][0], result[1][0]) if return_lse else result[0]
     kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, score_grad)
     operator = flex_lse_operator if return_lse else flex_operator

@@ -17,6 +17,7 @@ from tiledsched.ops.backward import BackwardCall, with_empty_results
 from tiledsched.ops.fallback import attend_nested, forget_warnings, report
 from tiledsched.ops.features import FEATURE_ARGUMENTS, NO_FEATURES, Window, read_features
 from tiledsched.ops.flex import FLEX_ARGUMENTS, read_flex
+from tiledsched.ops.masks import attend_masked
 from tiledsched.ops.operator import DifferentiableAttention, cast_for_autocast, find_trained, serve_checked
 from tiledsched.ops.padding import hidden_ends
 from tiledsched.ops.plans import AttentionCall, find_ready, launch_attention
@@ -60,9 +61,9 @@ def sdpa(
             `[heads, seq_q, head_dim]`, and k and v alike.
         k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
         v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
-        attn_mask: a mask tensor (left to torch, unless it is `[batch or 1, 1, 1, seq_k]` and hides padding at the ends only,
-            which is read from the GPU in each call; key_starts and key_lengths say it without a wait),
-            `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
+        attn_mask: a mask tensor (left to torch, unless the setting `masks` is `own`, or it is `[batch or 1, 1, 1, seq_k]` and
+            hides padding at the ends only, which is read from the GPU in each call; key_starts and key_lengths say it without a
+            wait), `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
         dropout_p: probability of dropout; other than 0 left to torch.
         is_causal: torch's word for `causal=True`.
         scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
@@ -285,4 +286,8 @@ def _attend(
         ends = hidden_ends(mask, q, k)
         if ends is not None:
             mask, features = None, read_features(q, k, None, key_starts=ends[0], key_lengths=ends[1])[1]
+    if isinstance(mask, Tensor) and features is NO_FEATURES and not dropout_p and deterministic is None:
+        result = attend_masked(q, k, v, mask, scale, return_lse)
+        if result is not None:
+            return result
     return serve_checked(q, k, v, mask, dropout_p, alignment, scale, return_lse, features, deterministic)

@@ -57,6 +57,7 @@ from tiledsched.kernels.attention.scheduler import (
 )
 
 LN_2 = math.log(2.0)
+LOG2_E = math.log2(math.e)
 TOOTH = 4
 """Neighbouring query tiles whose keys a wide sawtooth takes in the same direction."""
 RESCALE_ABOVE = 8.0
@@ -67,7 +68,8 @@ LOWEST = -3.4e38
 It is a maximum of scores that are scaled already, and no factor, so that no product of it can be contracted. A score's can: where
 it is the row's maximum, `score * scale_log2 - row_max` is not 0 then but what rounding took off `row_max`, at most 2**-24 of it.
 That changes all probabilities of a row and their sum by one factor, which the division takes out. The factor leaves float16 where
-scaled scores pass 2**28, and float32 where they pass 2**31; such rows become NaN.
+scaled scores pass 2**28, and float32 where they pass 2**31; such rows become NaN. Scores that an author's function changes may
+pass them, as where it adds -1e9 to hide a key; they are scaled before the maximum is taken.
 """
 
 
@@ -321,6 +323,8 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     variant = None
     if const.SCORE_MOD or const.MASK_MOD:
         variant = variant_of(place, head, batch, offset, features, const)
+    if const.SCORE_MOD:  # changed scores are scaled already; the compiler does not know that this is 1, see LOWEST
+        scale_log2 = ct.where(scale_log2 > 0.0, 1.0, 2.0)
     if const.BLOCK_ROWS:
         first_masked, steps = listed_steps(variant, const)
         if const.LENGTHS and K.shape[2] == 0:  # then there is no tile to load
@@ -696,7 +700,7 @@ def add_rows(row_sum, p):
 def mask(scores, rows, keys, j, MASKED, const):
     """The scores of key tile `j`, as the author's function changes them, with minus infinity where a row does not see a key."""
     if const.SCORE_MOD:
-        scores = modified(scores, rows, keys, j, const)
+        scores = modified(scores, rows, keys, j, const) * LOG2_E
     if MASKED and (const.CAUSAL or not const.EVEN or const.MASK_MOD):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         if const.WINDOW or const.STARTS or const.LENGTHS:

@@ -238,7 +238,8 @@ def check_parameters(function: Any, what: str, count: int) -> None:
         inspect.signature(function).bind(*taken, *range(count))
     except TypeError as error:
         wanted = ", ".join([*taken, *(f"array{place}" for place in range(count))])
-        raise DeclarationError(f"{what} must take ({wanted}): {error}") from error
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        raise DeclarationError(f"{what} must take ({wanted}), and {name} does not: {error}") from error
 
 
 def reads(function: Any, place: int) -> bool:

@@ -20,6 +20,7 @@ from tiledsched.kernels.attention_backward.tiles import (
     row_values,
     score_shape,
     store_zeros,
+    with_bits,
 )
 
 
@@ -115,6 +116,8 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     logits, slope = capped(across(k, q, zeros, const), keys, const), None
     if const.MODS:
         logits, slope = changed_with_slope(logits, columns, last, columns < keys.K.shape[2], keys)
+    if slope is not None:
+        lse = with_bits(lse)
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
     if MASKED and (const.CAUSAL or not const.EVEN):
         if const.WINDOW or const.STARTS or const.LENGTHS:

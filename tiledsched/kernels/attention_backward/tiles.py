@@ -23,6 +23,7 @@ rows are, which of them see each other and in which order blocks run is shared w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,9 @@ from tiledsched.kernels.attention.mods import changed_with_slope, variant_of
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates
 from tiledsched.kernels.attention.tiles import part_of
+
+MOST_LSE = 2.0**20
+"""The largest log-sum-exp in powers of two, of either sign, of rows that an author's function changes and that have gradients."""
 
 
 @dataclass(frozen=True)
@@ -408,7 +412,10 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     if const.MODS:
         columns, last = places(tile, i, const)
         logits, slope = changed_with_slope(scores, columns, last, last < rows.Q.shape[2] + tile.offset, tile)
-    p = ct.exp2(logits * scale_log2 - row_values(rows.LseLog2, rows, i, const), flush_to_zero=True)
+    lse = row_values(rows.LseLog2, rows, i, const)
+    if slope is not None:
+        lse = with_bits(lse)
+    p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
     p = masked(p, tile, i, MASKED, const)
     delta = row_values(rows.Delta, rows, i, const)
     if const.DELTA_FIRST:  # less is left to do once the product is there
@@ -442,6 +449,12 @@ def row_values(array, rows, i, const):
     # Without the TMA unit these few numbers halve the rate of the whole launch (13.5 on an H200).
     found = ct.load(array, (rows.entry, rows.head, i), (1, 1, const.TILE_M), padding_mode=ct.PaddingMode.ZERO)
     return found.reshape((1, const.TILE_M) if const.TRANSPOSED else (const.TILE_M, 1))
+
+
+def with_bits(lse):
+    """The log-sum-exp of rows, and infinity, which makes all probabilities 0, where float32 has no bits left for what scores are
+    above or below it: as where a mask adds -1e9 to all scores of a row."""
+    return ct.where(ct.abs(lse) < MOST_LSE, lse, math.inf)
 
 
 def masked(p, tile, i, MASKED, const):

@@ -15,6 +15,7 @@ FlashAttention's arguments (`cu_seq_lens_q` and so on), these say where packed s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +23,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tiledsched.core.errors import ConfigError, UnsupportedError
+from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, UnsupportedError
 from tiledsched.core.extras import installing
 from tiledsched.ops import fallback
+from tiledsched.ops.block_masks import read_mods
 from tiledsched.ops.features import AttentionFeatures, Window
+from tiledsched.ops.flex import flex
 from tiledsched.ops.padding import edges, ends_of
 from tiledsched.ops.sdpa import sdpa
 from tiledsched.ops.varlen import sdpa_varlen
@@ -72,6 +75,10 @@ class SeenKeys:
     """`[sequences + 1]` int32: where packed sequences begin, counted over all rows; None where none are packed."""
     longest: int = 0
     """Number of rows of the longest packed sequence."""
+    mask_mod: Any = None
+    """The mask as a function for `flex`, where the above do not say it; None where they do."""
+    arrays: tuple[torch.Tensor, ...] = ()
+    """What the function takes."""
     ndim = 4  # transformers reads it of a mask that it is given
 
     def contiguous(self) -> SeenKeys:
@@ -92,8 +99,9 @@ class SeenKeys:
 
     def to(self, device: Any, *_: Any, **__: Any) -> SeenKeys:
         """The mask on another device, for models that are spread over several."""
-        moved = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
+        moved: dict[str, Any] = {name: getattr(self, name) for name in ("starts", "lengths", "offsets")}
         moved = {name: each if each is None else each.to(device) for name, each in moved.items()}
+        moved["arrays"] = tuple(each.to(device) for each in self.arrays)
         return replace(self, **moved, materialize=lambda: self.materialize().to(device))
 
 
@@ -165,8 +173,11 @@ def attention(
                 "the model with attn_implementation='eager'"
             )
     reason = _not_served(attention_mask, more)
+    by_function = isinstance(attention_mask, SeenKeys) and attention_mask.mask_mod is not None
     scores: dict[str, Any] = {"softcap": more.get("softcap"), "sinks": more.get("s_aux", more.get("sinks"))}
     scores = {name: value for name, value in scores.items() if value is not None}
+    if by_function and (dropout or scores or (query.requires_grad and torch.is_grad_enabled())):
+        reason = reason or "a mask by its own function is served without gradients, dropout, softcap and sinks"
     if reason and scores:  # transformers' own attention computes no softcap and no sinks
         fallback.report(reason)
         out = fallback.attend_in_torch(
@@ -188,6 +199,11 @@ def attention(
             is_causal=is_causal,
             **more,
         )
+    if by_function:
+        seen: Any = attention_mask
+        key, value = key[:, :, : seen.columns], value[:, :, : seen.columns]
+        out = flex(query, key, value, mask_mod=seen.mask_mod, arrays=seen.arrays, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
     causal: bool | str = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rows = query.shape[2]
     packed = _packed(attention_mask, query, more)
@@ -232,6 +248,8 @@ def mask(*arguments: Any, **named: Any) -> torch.Tensor | SeenKeys | None:
     if isinstance(named.get("attention_mask"), SeenKeys):
         return named["attention_mask"]  # made ahead by `generate`
     seen = None if arguments else _seen_keys(named)
+    if seen is None and not (arguments or torch.compiler.is_compiling()):
+        seen = _by_function(named)
     if seen is not None:
         return seen
     from transformers.masking_utils import sdpa_mask
@@ -353,6 +371,39 @@ def _static_row(named: dict[str, Any], *, traced: bool) -> SeenKeys | None:
         starts=found[0],
         lengths=found[1],
         materialize=lambda: sdpa_mask(**named),
+    )
+
+
+def _by_function(named: dict[str, Any]) -> SeenKeys | None:
+    """The mask by its own function, for `flex`. None unless the setting `masks` is `own`; and where transformers may leave the
+    mask out, or the function has no translation to tile code.
+
+    Where rows and keys begin is a tensor: as a number, it would be part of the code.
+    """
+    from transformers import masking_utils as theirs
+
+    may_be_left_out = named.get("allow_is_causal_skip", True) or named.get("allow_is_bidirectional_skip", False)
+    function, padding = named.get("mask_function"), named.get("attention_mask")
+    if process.settings().masks != "own" or may_be_left_out or named.get("use_vmap"):
+        return None
+    device = torch.device(named.get("device") or "cpu")
+    try:
+        if padding is not None:
+            function = theirs.and_masks(function, theirs.padding_mask_function(padding.bool()))
+        places = [torch.as_tensor(named[name], device=device).clone() for name in ("q_offset", "kv_offset")]
+        function = theirs.add_offsets_to_mask_function(function, *places)
+        _, code, arrays = read_mods(None, function, (), torch.empty(0, device=device))
+    except (DeclarationError, ProblemError, KeyError):
+        return None
+    return SeenKeys(
+        columns=named["kv_length"],
+        causal=False,
+        window=None,
+        starts=None,
+        lengths=None,
+        materialize=functools.partial(theirs.sdpa_mask, **named),
+        mask_mod=code,
+        arrays=arrays,
     )
 
 

@@ -1,0 +1,54 @@
+"""Functions of scores that ship: mask tensors, as torch's `scaled_dot_product_attention` takes them.
+
+A mask is `[batch or 1, heads or 1, seq_q, seq_k]`, or `[batch or 1, heads or 1, seq_k]` where it is the same for all rows. Its
+first two sizes are read at run time, so that one program serves a mask of each sequence or head, and a mask of all of them.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import math
+
+import cuda.tile as ct
+
+FLOOR = -2.3e38
+"""Scores below this are raised to it: times log2(e) it is above the running maximum before the first key. Nothing that a score is
+without the mask is left in numbers so low, so that torch's scores of such keys are equal, too, as far as the mask is the same."""
+
+
+def mask_at(mask, b, h, q_idx, kv_idx):
+    """The part of a mask for the rows and keys of a tile: `[rows, keys]`, or `[keys, rows]` where the tile lies that way; with
+    one row where the mask is the same for all.
+
+    A tile whose sides are powers of two begins at a multiple of them, in rows and in keys, as all tiles of the kernels do.
+    """
+    batch, head = ct.minimum(b, mask.shape[0] - 1), ct.minimum(h, mask.shape[1] - 1)
+    rows, keys = q_idx.shape[0] * q_idx.shape[1], kv_idx.shape[0] * kv_idx.shape[1]
+    if mask.ndim == 3:
+        found = ct.gather(mask, (batch, head, kv_idx))
+    elif head.ndim or rows & (rows - 1) or keys & (keys - 1):  # rows of several heads, or no tile of a kernel
+        found = ct.gather(mask, (batch, head, q_idx, kv_idx))
+    else:  # whole tiles are loaded by the TMA unit; a gather takes the elements one by one
+        row = min(ct.extract(q_idx, (0, 0), (1, 1)).item() // rows, ct.cdiv(mask.shape[2], rows) - 1)
+        key = min(ct.extract(kv_idx, (0, 0), (1, 1)).item() // keys, ct.cdiv(mask.shape[3], keys) - 1)
+        zeros = ct.PaddingMode.ZERO
+        if kv_idx.shape[0] == 1:
+            found = ct.load(mask, (batch, head, row, key), (1, 1, rows, keys), padding_mode=zeros)
+            found = found.reshape((rows, keys))
+        else:
+            found = ct.load(mask, (batch, head, key, row), (1, 1, keys, rows), order=(0, 1, 3, 2), padding_mode=zeros)
+            found = found.reshape((keys, rows))
+    return found
+
+
+def boolean_mask(b, h, q_idx, kv_idx, mask):
+    """The mask_mod of a boolean mask, as bytes, which the TMA unit loads: not 0 where a row sees a key."""
+    return mask_at(mask, b, h, q_idx, kv_idx) != 0
+
+
+def additive_mask(score, b, h, q_idx, kv_idx, mask):
+    """The score_mod of a mask of numbers, which are added to the scaled scores in float32; minus infinity hides a key."""
+    added = mask_at(mask, b, h, q_idx, kv_idx).astype(ct.float32)
+    return ct.where(added > -math.inf, ct.maximum(score + added, FLOOR), -math.inf)

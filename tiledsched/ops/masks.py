@@ -1,0 +1,85 @@
+"""Mask tensors of `sdpa`, served by our kernel with the functions of :mod:`tiledsched.kernels.attention.shipped_mods`.
+
+No number of a mask is read on the host: whoever writes to its memory, such as the replay of a CUDA graph, need not tell anyone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tiledsched.kernels.attention.shipped_mods import additive_mask, boolean_mask
+from tiledsched.kernels.attention.similarity import FEW_ROWS
+from tiledsched.ops.arguments import odd_scale, unserved
+from tiledsched.ops.block_masks import find_lists, types_of, variant_named
+from tiledsched.ops.flex import flex_lse_operator, flex_operator
+from tiledsched.serve import process
+from tiledsched.serve.execute import has_tangent
+from tiledsched.serve.plan import beyond_int32
+
+
+def attend_masked(q: Any, k: Any, v: Any, mask: Any, scale: float | None, return_lse: bool) -> Any:
+    """Attention with a mask tensor, as torch means it, by our kernel; None where the call is to go to torch.
+
+    A boolean mask is True where a row sees a key; a mask of numbers is added to the scaled scores in float32. Rows that see no
+    key give zeros, and a log-sum-exp of minus infinity. Of a boolean mask a launch lists the blocks that are worth a visit.
+
+    Args:
+        q, k, v: `[batch, heads, rows, columns]`, or three axes of each.
+        mask: boolean, float32 or of q's dtype, of a shape that broadcasts to `[batch, heads, seq_q, seq_k]`; any strides.
+        scale: softmax scale or None.
+        return_lse: return the log-sum-exp, too.
+    """
+    if q.ndim == k.ndim == v.ndim == 3 and mask.ndim < 4:
+        found = attend_masked(q[None], k[None], v[None], mask, scale, return_lse)
+        if found is None:
+            return None
+        return (found[0][0], found[1][0]) if return_lse else found[0]
+    if not is_own() or odd_scale(scale) or unserved(q, k, v, None, 0.0):
+        return None
+    if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, mask)):
+        return None
+    array = read_mask_tensor(mask, q, k)
+    if array is None:
+        return None
+    boolean = mask.dtype == torch.bool
+    score_mod, mask_mod = (None, boolean_mask) if boolean else (additive_mask, None)
+    kernel, lists = variant_named(score_mod, mask_mod, types_of((array,))), None
+    if boolean and q.shape[2] > FEW_ROWS:  # as many lists as the mask has sequences and heads
+        lists = find_lists(kernel, q[: array.shape[0], : array.shape[1]], k, (array,))
+    operator = flex_lse_operator if return_lse else flex_operator
+    return operator(q, k, v, lists, [array], kernel, scale)
+
+
+def is_own() -> bool:
+    """Whether the setting `masks` leaves such calls to our kernel."""
+    return process.settings().masks == "own"
+
+
+# Under torch.compile: called while tracing and not traced.
+is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def read_mask_tensor(mask: Any, q: Any, k: Any) -> Any:
+    """A mask as the kernel takes it, a view of the same memory: `[batch or 1, heads or 1, seq_q, seq_k]`, or without the axis of
+    rows where it is the same for all; booleans as bytes. None for what the kernel does not take, or torch refuses.
+    """
+    dtypes = (torch.bool, torch.float32, q.dtype)
+    if (
+        mask.dtype not in dtypes
+        or mask.device != q.device
+        or mask.requires_grad
+        or mask.ndim > 4
+        or beyond_int32((mask,))
+    ):
+        return None
+    if torch.is_autocast_enabled(q.device.type) and mask.is_floating_point():
+        mask = mask.to(q.dtype)  # as torch's own function does
+    mask = mask[(None,) * (4 - mask.ndim)]
+    sizes = (*q.shape[:3], k.shape[2])
+    if any(size not in (1, whole) for size, whole in zip(mask.shape, sizes, strict=True)):
+        return None
+    mask = mask.expand(-1, -1, -1, sizes[3])
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return mask[:, :, 0] if mask.shape[2] == 1 else mask
