@@ -9,12 +9,16 @@ comma := ,
 # Where there is an NVIDIA driver, what measures is installed, too.
 DRIVER := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2>/dev/null)
 EXTRAS := $(if $(DRIVER),gpu$(comma))report
+# Byte code is written where a module is imported: half of what is installed never is.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# One more than there are CPUs: many tests wait for processes, servers and clocks.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 READY := $(VENV)/.$(if $(DRIVER),gpu,tune)-ready
 
 # Else each of the hundreds of processes that tests start compiles the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: tune test test-all test-gpu oldest oldest-compiler aarch64 lint docs wheel release clean help
+.PHONY: tune test test-all test-gpu oldest aarch64 lint docs wheel release clean help
 
 help:
 	@echo "make tune   set up, tune the GPU that is here (ARCH= names another) and draw report/ (TUNE_ARGS: $(TUNE_ARGS))"
@@ -33,10 +37,10 @@ tune: $(READY)
 	$(BIN)/tiledsched tune $(if $(ARCH),--arch $(ARCH)) $(TUNE_ARGS) --report report
 
 test: $(VENV)/.test-ready
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not slow'
 
 test-all: $(VENV)/.test-ready
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Builds the programs first where they are missing, which takes half an hour on two cores and is kept in .gpu_suite/.
 test-gpu: $(VENV)/.test-ready
@@ -46,12 +50,9 @@ test-gpu: $(VENV)/.test-ready
 OLDEST := $(abspath $(VENV))/oldest
 OLDEST_READY := $(VENV)/.oldest-ready
 $(OLDEST_READY): $(VENV)/.test-ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(OLDEST) \
+	$(INSTALL) --upgrade --no-deps --target $(OLDEST) \
 	    $(foreach part,nvidia-cuda-tileiras nvidia-cuda-nvcc nvidia-nvvm,'$(part)==13.4.*')
 	@touch $@
-
-# Downloads while other things compute.
-oldest-compiler: $(OLDEST_READY)
 
 # Without what cuTile does before it calls the compiler, which `make test` runs.
 oldest: $(OLDEST_READY)
@@ -63,7 +64,7 @@ oldest: $(OLDEST_READY)
 aarch64: $(VENV)/.test-ready
 	$(BIN)/python -c 'from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("tiledsched") \
 	    if each.partition("extra == ")[2][1:-1] in ("", "gpu", "report") and not each.startswith("tiledsched")), sep="\n")' > $(VENV)/needed
-	$(BIN)/python -m pip install --dry-run --quiet --disable-pip-version-check --ignore-installed --no-deps --only-binary :all: \
+	$(INSTALL) --dry-run --ignore-installed --no-deps --only-binary :all: \
 	    --implementation cp --python-version 3.12 --target $(VENV)/none --requirement $(VENV)/needed \
 	    $(foreach glibc,2_39 2_28 2_17,--platform manylinux_$(glibc)_aarch64) --platform manylinux2014_aarch64
 
@@ -89,12 +90,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(READY): $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(INSTALL) --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # torch is for the tests of `sdpa` and its fallback; the constraint picks a build that runs without a GPU. TileGym's
 # kernels are run by the interpreter's tests: without its dependencies, which ask for one older release of transformers.
 $(VENV)/.test-ready: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps tilegym==1.5.1
+	$(INSTALL) --constraint constraints.txt --editable '.[dev]' torch
+	$(INSTALL) --no-deps tilegym==1.5.1
 	@touch $@

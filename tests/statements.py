@@ -10,6 +10,7 @@ import argparse
 import csv
 import hashlib
 import html
+import io
 import json
 import os
 import random
@@ -21,17 +22,20 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import readings
-import recomputed
 from recomputed import Evidence
 
-from tiledsched.core.data_files import search_spaces, tuning_db
+from tiledsched import cli
+from tiledsched.core import data_files
 from tiledsched.core.labels import format_problem, labels_of
 from tiledsched.core.schedule import Schedule
+from tiledsched.store.manifest import listed_files
 
 
 @dataclass(frozen=True)
@@ -300,11 +304,10 @@ class Reader:
         return "/".join(dict.fromkeys(map(readings.value_text, own))) == value
 
 
-def run(*arguments, db=None, home=None):
-    """What a command prints: of this package, or of the copy in another folder."""
+def run(*arguments, db=None):
+    """What a command prints."""
     command = [sys.executable, "-m", "tiledsched", *arguments, *(["--db", str(db)] if db else [])]
-    path = {"PYTHONPATH": str(home)} if home else {}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | path, cwd=home)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)  # readline puts COLUMNS into C's own
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
     return done.stdout
@@ -341,7 +344,7 @@ def served_by_explain(evidence):
 
 
 class Hidden:
-    """A copy of the package and its data, from which the entries of a problem are taken away: what is served without tuning.
+    """A copy of the shipped data, from which the entries of a problem are taken away: what is served without tuning.
 
     Args:
         evidence: whose entries are hidden.
@@ -351,13 +354,9 @@ class Hidden:
         self._temporary = tempfile.TemporaryDirectory()
         self.evidence, self.folder = evidence, Path(self._temporary.name)
         folder = self.folder
-        home = Path(recomputed.__file__).parents[1]
-        shutil.copytree(home / "tiledsched", folder / "tiledsched")
         data, table = folder / "tuning_db", f"tables/{evidence.kernel.name}/{evidence.arch}.json"
-        shutil.copytree(tuning_db(), data, ignore=shutil.ignore_patterns("*.serving", "landscapes"))
-        (folder / "pyproject.toml").touch()
-        (folder / "search_spaces").symlink_to(search_spaces())
-        self._table, self._listed = data / table, json.loads((data / "manifest.json").read_text())
+        shutil.copytree(data_files.tuning_db(), data, ignore=shutil.ignore_patterns("*.serving", "landscapes"))
+        self._data, self._table, self._listed = data, data / table, json.loads((data / "manifest.json").read_text())
         self._entries = json.loads(self._table.read_text()) if self._table.exists() else None
         self._manifest, self._name = data / "manifest.json", table
 
@@ -386,8 +385,12 @@ class Hidden:
                 numbers = [(each.id,) for each in same]
                 connection.executemany("delete from entries where provenance <> 'modelled' and problem_id = ?", numbers)
         command = ["explain", self.evidence.kernel.name, "--arch", self.evidence.arch, "-p", format_problem(problem)]
-        shown = run(*command, "--json", db=database, home=self.folder)
-        return Schedule(json.loads(shown)["schedule"])
+        listed_files.cache_clear()
+        with patch.object(data_files, "tuning_db", lambda: self._data), redirect_stdout(io.StringIO()) as shown:
+            status = cli.main([*command, "--json", "--db", str(database)])
+        if status:
+            raise SystemExit(f"{' '.join(command)} ends with {status}")
+        return Schedule(json.loads(shown.getvalue())["schedule"])
 
 
 def listed(reader):

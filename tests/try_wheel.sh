@@ -5,7 +5,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$BIN/python" -m build --wheel --outdir "$work/dist" . > "$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
 "$BIN/python" -m venv "$work/venv"
-"$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$work"/dist/*.whl
+"$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$work"/dist/*.whl
 cd "$work"
 export HOME="$work/home" TILEDSCHED_DB="$work/tuning.db" TILEDSCHED_CACHE="$work/cache"
 mkdir -p "$HOME"
