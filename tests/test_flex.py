@@ -21,7 +21,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError, SmallDevice, run_schedule
 from tiledsched.kernels.attention import lists, variants
 from tiledsched.kernels.attention.lists import lists_kernel
-from tiledsched.kernels.attention.variants import declare, flex_attention, list_blocks
+from tiledsched.kernels.attention.variants import code_of, declare, flex_attention, list_blocks
 
 SLOPES = {"slopes": ts.array("heads", dtype="float32")}
 DOCUMENTS = {"documents": ts.array("batch seq_k", dtype="int32", below=3, sorted=True)}
@@ -573,3 +573,28 @@ def test_what_only_the_compiler_refuses_is_told_with_its_line():
     p, s = case_of(SORTS, {}, {})
     found = compile_task(BuildTask(kernel=SORTS.locator(), problem=p, schedule=s, arch="sm_90"))
     assert f"(test_flex.py, line {sorts.__code__.co_firstlineno + 1})" in found.failure.message
+
+
+NEARNESS = 3
+
+
+def nested(score, b, h, q_idx, kv_idx):
+    def nearer(each):
+        return each * NEARNESS
+
+    return nearer(score)
+
+
+def defaulted(size):
+    def mask_mod(b, h, q_idx, kv_idx, near=size):
+        return q_idx - kv_idx < near
+
+    return mask_mod
+
+
+def test_the_code_covers_what_nested_functions_read_and_defaults(monkeypatch):
+    before = code_of(nested, "score_mod")
+    monkeypatch.setitem(nested.__globals__, "NEARNESS", 4)
+    assert code_of(nested, "score_mod") != before
+    assert code_of(defaulted(3), "mask_mod") == code_of(defaulted(3), "mask_mod")
+    assert code_of(defaulted(3), "mask_mod") != code_of(defaulted(4), "mask_mod")

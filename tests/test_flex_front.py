@@ -331,6 +331,17 @@ def test_autocast_casts_q_k_and_v(launches) -> None:
     assert torch.equal(found, want)
 
 
+def test_masks_are_not_batch_invariant(launches) -> None:
+    """Also where the call was made before, and scores may be changed."""
+    q, k, v = given()
+    for _ in range(2):
+        ts.flex(q, k, v, mask_mod=mods.causal)
+    with ts.batch_invariant():
+        ts.flex(q, k, v, mods.alibi, arrays=(SLOPES,))
+        with pytest.raises(UnsupportedError, match="bits that depend on the batch; call it outside"):
+            ts.flex(q, k, v, mask_mod=mods.causal)
+
+
 @pytest.mark.parametrize("backend", ["", "eager", "aot_eager"])
 def test_gradients(launches, backend) -> None:
     """Of the output and the log-sum-exp, in q, k and v."""

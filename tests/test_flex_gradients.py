@@ -9,6 +9,7 @@ import math
 import cuda.tile as ct
 import numpy as np
 import pytest
+from test_flex_reference import Module
 from tile_checks import mutated
 
 import tiledsched as ts
@@ -16,7 +17,7 @@ from tiledsched.build.compiler import compile_schedule, prepare_process
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.space_files import space_for
-from tiledsched.interpreter import evaluate, run_schedule
+from tiledsched.interpreter import evaluate, launches_on_cpu, run_schedule
 from tiledsched.kernels.attention.derivatives import by_rule, derivative
 from tiledsched.kernels.attention.variants import flex_attention
 from tiledsched.kernels.attention_backward.variants import gradient_of
@@ -370,6 +371,25 @@ def test_check_knows_variants_and_finds_a_wrong_derivative():
     schedule = space_for("sm_90", wrong).default(wrong.small()[0])
     assert check_schedule(kernel(softcap, causal), kernel(softcap, causal).small()[0], schedule)[0]
     assert "relative error 1 " in check_schedule(wrong, wrong.small()[0], schedule)[2]
+
+
+def right_slope(score, b, h, q_idx, kv_idx, *arrays):
+    return 1.0 - ct.tanh(score / CAP) * ct.tanh(score / CAP)
+
+
+@pytest.mark.parametrize("score_grad", [None, right_slope])
+def test_the_reference_on_a_gpu_is_the_one_in_numpy(score_grad):
+    made = gradient_of(flex_attention(score_mod=softcap, mask_mod=causal, score_grad=score_grad))
+    p = made.small()[0]
+    given = {
+        each: np.asarray(value, np.float64) for each, value in made.inputs(np, np.random.default_rng(0), p).items()
+    }
+    given |= dict.fromkeys(("Sinks", "Starts", "Lengths", "dLse"))
+    with launches_on_cpu() as launched:
+        found = made.reference(Module(), **given, p=p)
+    assert launched
+    for one, other in zip(found, made.reference(np, **given, p=p), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-8)
 
 
 def test_the_authors_own_derivative_is_used_and_part_of_the_identity():

@@ -164,7 +164,10 @@ def test_slips_on_the_command_line_say_what_was_meant(here, cli, word, said) -> 
             "import other\ndef f(b, h, q, k): return other.g(q)\nmine = flex_attention(mask_mod=f)",
             "from other import NAME",
         ),
-        ("def f(b, h): return b\nmine = flex_attention(mask_mod=f)", "mask_mod must take (b, h, q_idx, kv_idx)"),
+        (
+            "def f(b, h): return b\nmine = flex_attention(mask_mod=f)",
+            "mask_mod must take (b, h, q_idx, kv_idx), and f does not",
+        ),
         (
             'mine = flex_attention(score_mod=alibi, arrays={"slopes": ts.array("head", dtype="float32")})',
             "arrays: slopes: 'head' is no size",

@@ -252,6 +252,7 @@ def test_host_costs_are_measured(tmp_path) -> None:
     rows = {row["method"]: float(row["median_us"]) for row in csv.DictReader(path.open())}
     assert set(rows) == {
         "sdpa",
+        "flex",
         "operator",
         "torch_auto",
         "torch_flash",

@@ -14,6 +14,7 @@ import os
 import time
 import warnings
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -93,7 +94,7 @@ def main() -> None:
 
 def session(machine: FakeMachine) -> None:
     found = []
-    with machines.using(machine):
+    with patch.object(machines, "machine", machine):
         for name, calls in CALLS.items():
             module = importlib.import_module(f"tilegym.{name}")
             plain = module.exhaustive_search

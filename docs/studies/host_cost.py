@@ -112,15 +112,18 @@ def make_methods(notes: str | None = None) -> dict[str, HostMethod]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
+    from docs.examples.attention_variants import causal
     from tiledsched.core.config import configure
     from tiledsched.ops import plans
+    from tiledsched.ops.block_masks import block_mask
+    from tiledsched.ops.flex import flex
     from tiledsched.ops.operator import sdpa_operator
     from tiledsched.ops.sdpa import plan_for, sdpa
     from tiledsched.serve import process
 
     process.wait_for_programs()  # torch is not to be timed as ours
     q, k, v = (torch.randn((1, 8, 512, 64), device="cuda", dtype=torch.float16) for _ in range(3))
-    plan = plan_for(q, k, v).own
+    plan, mask = plan_for(q, k, v).own, block_mask(causal, q, k)
     ((kernel, grid, _, launch),) = plan.steps
     arguments = (q, k, v, sdpa(q, k, v), *plan.tail)
     stream, graph = torch.cuda.current_stream().cuda_stream, torch.cuda.CUDAGraph()
@@ -151,6 +154,7 @@ def make_methods(notes: str | None = None) -> dict[str, HostMethod]:
         }
     return {
         "sdpa": HostMethod(call=call),
+        "flex": HostMethod(call=lambda: flex(q, k, v, block_mask=mask)),
         "operator": HostMethod(call=lambda: sdpa_operator(q, k, v)),
         "torch_auto": HostMethod(call=lambda: torch_sdpa(q, k, v)),
         "torch_flash": HostMethod(

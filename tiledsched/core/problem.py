@@ -225,7 +225,7 @@ def unit_of(problem: Problem) -> str:
 
 def unit_text(problem: Problem) -> str:
     """The unit of the problem's rates for people, with what its FLOPs count where that is not the work done."""
-    counted = problem.declaration.counted if problem.known and problem.flops else ""
+    counted = problem.declaration.counted_work if problem.known and problem.flops else ""
     return f"{unit_of(problem)} {counted}".rstrip()
 
 
@@ -319,7 +319,7 @@ class Declaration:
     """Rivals whose first call in a process takes seconds. They serve where each call gains a microsecond or more."""
     is_called: ClassVar[bool] = False
     """Whether it is known from calls of `exhaustive_search` alone: its own program chooses, launches and measures."""
-    counted: ClassVar[str] = ""
+    counted_work: ClassVar[str] = ""
     """What follows the rates of problems in TFLOP/s where `flops` counts other work than is done, such as "of all pairs"."""
     cost: ClassVar[Cost] = Cost()
     """Least traffic and the model of a schedule's time."""

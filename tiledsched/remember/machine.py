@@ -343,15 +343,4 @@ def _side_by_side() -> Iterator[None]:
 
 
 machine = SearchMachine()
-"""What every search uses."""
-
-
-@contextmanager
-def using(other: SearchMachine) -> Iterator[None]:
-    """Search with another machine, until the end of the block."""
-    global machine
-    before, machine = machine, other
-    try:
-        yield
-    finally:
-        machine = before
+"""What every search uses. Read it from this module at each use: tests replace it."""

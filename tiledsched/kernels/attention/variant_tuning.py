@@ -31,7 +31,7 @@ def tuning_traits(score_mod: Any, mask_mod: Any) -> dict[str, Any]:
         "compiled_rivals": (),
         "batch_dims": () if mask_mod else Attention.batch_dims,
         "unordered": "takes the blocks that all their rows see last",
-        "counted": "of all pairs" if mask_mod else "",
+        "counted_work": "of all pairs" if mask_mod else "",
     }
 
 

@@ -24,6 +24,7 @@ import numpy
 import tiledsched.core.fields as ts
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cases import Case, drawn, random_inputs
+from tiledsched.core.copies import codes_in
 from tiledsched.core.errors import DeclarationError, ProblemError, author_line, function_line
 from tiledsched.core.fields import ArrayField
 from tiledsched.core.kernel import check_array
@@ -101,11 +102,16 @@ def code_of(function: Any, what: str) -> list[Any]:
         raise DeclarationError(f"{where}: {value!r:.80} cannot be compiled; {wanted}")
 
     def taken_by(each: FunctionType, where: str) -> list[Any]:
-        outer = inspect.getclosurevars(inspect.unwrap(each))
-        return [
-            [name, visit(value, f"{where}, which reads {name}")]
-            for name, value in sorted({**outer.globals, **outer.nonlocals}.items())
+        each = inspect.unwrap(each)
+        nested = (each.__code__, *codes_in(each.__code__))  # functions in it read names, too
+        read = {name for code in nested for name in code.co_names} & each.__globals__.keys()
+        found = {**inspect.getclosurevars(each).nonlocals, **{name: each.__globals__[name] for name in read}}
+        given = [
+            ("its defaults", each.__defaults__ or ()),
+            *(each.__kwdefaults__ or {}).items(),
+            *sorted(found.items()),
         ]
+        return [[name, visit(value, f"{where}, which reads {name}")] for name, value in given]
 
     return [type(function).__name__, visit(function, what)]
 
