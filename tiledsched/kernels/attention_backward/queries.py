@@ -112,14 +112,15 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     v = load_parts(keys.V, index, const.TILE_N, const.TILE_V, const.REST_V, const.LATENCY_DO, const.TMA_LOADS)
     q, gradient, lse, delta = own
     zeros = ct.zeros(score_shape(const), ct.float32)
-    columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
     logits, slope = capped(across(k, q, zeros, const), keys, const), None
     if const.MODS:
+        columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         logits, slope = changed_with_slope(logits, columns, last, columns < keys.K.shape[2], keys)
     if slope is not None:
         lse = with_bits(lse)
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
     if MASKED and (const.CAUSAL or not const.EVEN):
+        columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         if const.WINDOW or const.STARTS or const.LENGTHS:
             visible = seen(columns, last, keys, const)
         elif const.CAUSAL and not const.EVEN:

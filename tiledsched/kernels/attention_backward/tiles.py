@@ -412,10 +412,10 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     if const.MODS:
         columns, last = places(tile, i, const)
         logits, slope = changed_with_slope(scores, columns, last, last < rows.Q.shape[2] + tile.offset, tile)
-    lse = row_values(rows.LseLog2, rows, i, const)
+    powers, lse = logits * scale_log2, row_values(rows.LseLog2, rows, i, const)
     if slope is not None:
         lse = with_bits(lse)
-    p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
+    p = ct.exp2(powers - lse, flush_to_zero=True)
     p = masked(p, tile, i, MASKED, const)
     delta = row_values(rows.Delta, rows, i, const)
     if const.DELTA_FIRST:  # less is left to do once the product is there
