@@ -317,9 +317,9 @@ TILES = {
     "dV scaled": ("total = sums.dv[part].astype", "total = (sums.dv[part] * scale).astype", "plain"),
     "dQ not scaled": ("(total * scale).astype(dQ.dtype)", "total.astype(dQ.dtype)", "plain"),
     "dQ not scaled, two passes": ("(sums[part] * scale).astype(dQ", "sums[part].astype(dQ", "two passes"),
-    "scores not scaled": ("ct.exp2(logits * scale_log2 - lse", "ct.exp2(logits - lse", "plain"),
+    "scores not scaled": ("powers, lse = logits * scale_log2,", "powers, lse = logits,", "plain"),
     "log-sum-exp in another base": ("lse * LOG2_E, math.inf", "lse, math.inf", "plain"),
-    "log-sum-exp forgotten": ("scale_log2 - lse, flush", "scale_log2, flush", "plain"),
+    "log-sum-exp forgotten": ("powers - lse, flush", "powers, flush", "plain"),
     "dQ not set to zero": (
         "ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)\n",
         "ct.full((1, 1, ROWS, TILE_DQ), 1e-2, ct.float32)\n",

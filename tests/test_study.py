@@ -275,7 +275,7 @@ def failed(rows):
 
 
 def ablated() -> list[AblationRow]:
-    return [row for rows in replay_ablation(Attention, [LANDSCAPE], "sm_90", rounds=6) for row in rows]
+    return [row for rows in replay_ablation([LANDSCAPE], "sm_90", rounds=6) for row in rows]
 
 
 def profiled(count):

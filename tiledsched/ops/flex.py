@@ -289,11 +289,6 @@ def _read(
     types = types_of(arrays)
     if block_mask is not None:
         mask_mod = _mask_of(block_mask, mask_mod, types)
-    if mask_mod is not None and process.is_invariant():
-        raise UnsupportedError(
-            "flex with a mask_mod has bits that depend on the batch; call it outside of batch_invariant(), or have score_mod "
-            "return minus infinity for the keys that a row does not see"
-        )
     name, lists = variant_named(score_mod, mask_mod, types, score_grad), None
     if block_mask is not None:
         _check_sizes(block_mask, q, k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tiledsched.core.errors import ProblemError
+from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention import Attention
@@ -142,6 +142,11 @@ class AttentionCall(NamedTuple):
         if reason:
             return reason
         cap = features.softcap or None
+        if process.is_invariant() and getattr(features.kernel, "mods", (None, None))[1] is not None:
+            raise UnsupportedError(
+                "flex with a mask_mod has bits that depend on the batch; call it outside of batch_invariant(), or have score_mod "
+                "return minus infinity for the keys that a row does not see"
+            )
         try:
             problem = self.problem()
             numbers = dict(zip(("scale_log2", "cap_scale"), scales(problem, scale, cap), strict=True))
