@@ -411,7 +411,7 @@ def flex_call(name, rows=40, columns=16, scale=0.3):
     """(arguments of the gradients of `flex` as autograd asks for them, the right ones) of a call with its results."""
     torch = pytest.importorskip("torch")
     from tiledsched.ops.block_masks import types_of, variant_named
-    from tiledsched.ops.flex import Variant
+    from tiledsched.ops.flex import FlexFeatures
 
     rng = np.random.default_rng(0)
     _, arrays, change, visible = case(name, 2, 4, rows, rows, rng)
@@ -422,7 +422,7 @@ def flex_call(name, rows=40, columns=16, scale=0.3):
     q, k, v, dout, dlse = map(torch.from_numpy, given.values())
     saved = (q, k, v, torch.from_numpy(out).half(), torch.from_numpy(lse).float())
     arrays = [*map(torch.from_numpy, arrays)]
-    variant = Variant(variant_named(*FUNCTIONS[name], types_of(arrays)), None, arrays)
+    variant = FlexFeatures(variant_named(*FUNCTIONS[name], types_of(arrays)), None, arrays)
     return (dout, dlse, saved, None, scale, variant, None), wanted
 
 

@@ -54,7 +54,7 @@ FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "sc
 _traced = torch.compiler.is_dynamo_compiling
 
 
-class Ready(NamedTuple):
+class KnownCall(NamedTuple):
     """What calls like one that was served before need. It holds none of their arrays."""
 
     plan: Plan
@@ -67,7 +67,7 @@ class Ready(NamedTuple):
     """The functions, so that no other object takes their identity."""
 
 
-hot: PlanCache[Ready] = PlanCache(call_key)
+hot: PlanCache[KnownCall] = PlanCache(call_key)
 """What later calls need, by the tensors and options of :func:`flex`."""
 
 
@@ -138,7 +138,7 @@ def flex(
             the setting `fallback` is `error`.
         LaunchError: the launch failed, or a CUDA graph is being captured and this program never ran before.
     """
-    # The short way, as that of `sdpa`. Functions are told apart by identity; `Ready` holds them, so that it stays theirs.
+    # The short way, as that of `sdpa`. Functions are told apart by identity; `KnownCall` holds them, so that it stays theirs.
     if (
         not _traced()
         and type(q) is Tensor
@@ -178,7 +178,7 @@ def _stream_of(q: Tensor) -> int | None:
     return runtime.current_stream(q.get_device()) if q.device.type == runtime.device_type else None
 
 
-class Variant(AttentionFeatures):
+class FlexFeatures(AttentionFeatures):
     """What a call of `flex` has in the place of the features of `sdpa`: its kernel, and what that takes beside q, k and v."""
 
     front, elsewhere = "flex", "its reference, in float64 on the CPU"
@@ -188,7 +188,7 @@ class Variant(AttentionFeatures):
     arrays: Sequence[Any]
     """What the functions take."""
 
-    def __new__(cls, kernel: str, lists: Any, arrays: Sequence[Any]) -> Variant:
+    def __new__(cls, kernel: str, lists: Any, arrays: Sequence[Any]) -> FlexFeatures:
         """A variant by the name of its kernel."""
         made = super().__new__(cls)
         made.kernel, made.lists, made.arrays = kernel_named(kernel), lists, arrays  # type: ignore[misc]
@@ -261,7 +261,7 @@ def read_flex(q: Any, k: Any, v: Any, *, return_lse: bool = False, **given: Any)
         DeclarationError, ProblemError: as `flex`.
     """
     kernel, lists, arrays, scale = _read(q, k, v, **given)
-    return AttentionCall(q, k, v, None, scale, return_lse, Variant(kernel, lists, arrays))
+    return AttentionCall(q, k, v, None, scale, return_lse, FlexFeatures(kernel, lists, arrays))
 
 
 def _read(
@@ -382,10 +382,10 @@ def _attend(
         key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
         listed, held = "" if lists is None else kernel, (score_mod, mask_mod, block_mask and block_mask.mask_mod)
         with lock:
-            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, Variant(kernel, lists, arrays)))
+            plan = cache.ready.get(plan_key(q, k, v, None, scale_read, return_lse, FlexFeatures(kernel, lists, arrays)))
             if plan is not None:
                 is_own = block_mask is None and not arrays and not process.runtime.is_capturing()
-                ready = Ready(plan, listed, lists if is_own else None, held)
+                ready = KnownCall(plan, listed, lists if is_own else None, held)
                 hot.keep_ready(key, hot.find(key, lambda: ready))  # type: ignore[arg-type]
     return result
 
@@ -412,7 +412,9 @@ class DifferentiableFlex(torch.autograd.Function):
         kernel, scale = ctx.options
         found: tuple[Any, ...] = (None,) * 3
         if dout is not None or dlse is not None:
-            found = gradients(dout, dlse, (q, k, v, out, sums), None, scale, Variant(kernel, None, arrays), None)[:3]
+            found = gradients(dout, dlse, (q, k, v, out, sums), None, scale, FlexFeatures(kernel, None, arrays), None)[
+                :3
+            ]
         wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
         return (*wanted, *[None] * (len(ctx.needs_input_grad) - 3))
 
@@ -421,7 +423,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
     """`tiledsched::flex`, or `flex_lse`."""
 
     def launch(q: Any, k: Any, v: Any, lists: Any, arrays: Any, kernel: str, scale: float | None) -> Any:
-        return attend(q, k, v, None, scale, lse, Variant(kernel, lists, arrays))
+        return attend(q, k, v, None, scale, lse, FlexFeatures(kernel, lists, arrays))
 
     def autograd(operator: Any, q: Any, k: Any, v: Any, lists: Any, arrays: Any, *given: Any) -> Any:
         tensors = (q, k, v, *arrays)
@@ -472,7 +474,7 @@ def _launch_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, arrays: Any, kernel: str, *given: Any
 ) -> Any:
     scale, deterministic = given
-    variant = Variant(kernel, None, arrays)
+    variant = FlexFeatures(kernel, None, arrays)
     return differentiate(read_call(dout, q, k, v, out, lse, None, scale, variant, dlse, deterministic))[:3]
 
 
