@@ -598,3 +598,7 @@ def test_the_code_covers_what_nested_functions_read_and_defaults(monkeypatch):
     assert code_of(nested, "score_mod") != before
     assert code_of(defaulted(3), "mask_mod") == code_of(defaulted(3), "mask_mod")
     assert code_of(defaulted(3), "mask_mod") != code_of(defaulted(4), "mask_mod")
+
+
+def test_spaces_in_a_size_are_no_further_axis():
+    assert variants.rank_of(ts.array("batch seq_k + 1", dtype="int32")) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 
 import cuda.tile as ct
@@ -79,11 +80,9 @@ def test_it_compiles():
     arguments = [array(ct.float64, 1), array(ct.float64, 2), integer, integer, integer]
     signature = KernelSignature(arguments, CallingConvention.cutile_python_v2(), symbol="apply_mods")
     for scored in (False, True):
-        import io
-
-        export_kernel(
-            applied._entry_of(SLOPED, scored), [signature], io.BytesIO(), gpu_code="sm_90", output_format="cubin"
-        )
+        output = io.BytesIO()
+        export_kernel(applied._entry_of(SLOPED, scored), [signature], output, gpu_code="sm_90", output_format="cubin")
+        assert output.getvalue().startswith(b"\x7fELF")
 
 
 def test_lists_of_a_mask():

@@ -30,6 +30,7 @@ from tiledsched.core.fields import ArrayField
 from tiledsched.core.kernel import check_array
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.shapes import split_shape
 from tiledsched.core.sources import compiled, is_library
 from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
@@ -188,7 +189,7 @@ def flex_attention(
 def rank_of(field: ArrayField) -> int:
     """Axes of a declared array."""
     if isinstance(field.shape, str):
-        return len(field.shape.split())
+        return len(split_shape(field.shape))
     raise DeclarationError('arrays: a shape is text, as in "batch seq_k"')
 
 
@@ -343,7 +344,8 @@ CONSTRAINTS: Mapping[str, str] = {
 
 
 def canonical(values: dict[str, Any]) -> dict[str, Any]:
-    """As for attention. Refused are the features that a function of the author's says better.
+    """The values that stand for all equivalent ways to state a problem of attention, without features that a function of the
+    author's says better.
 
     Raises:
         ProblemError: one of them is asked for.
@@ -395,7 +397,8 @@ def entry_of(kernel: Any, ending: str, given: tuple[str, ...], wide: bool) -> Ca
 
 
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
-    """As for attention, with the kernel of this module first."""
+    """The launches of a schedule: attention with the author's functions, and, where shares of the keys are combined later, the
+    launch that combines them."""
     return [(entry(p, s), Attention.grid(p, s, device)), *Attention.launches(p, s, device)[1:]]
 
 

@@ -85,7 +85,8 @@ def gradient_of(kernel: Any) -> KernelClass:
 
 
 def canonical(values: dict[str, Value]) -> dict[str, Value]:
-    """As for an author's own attention.
+    """The values that stand for all equivalent ways to state a problem, without features that a function of the author's says
+    better.
 
     Raises:
         ProblemError: a feature is asked for that a function of the author's says better.
@@ -100,7 +101,7 @@ def inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
 
 
 def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterator[Any]:
-    """Yield one case, as attention's gradients have it."""
+    """Yield the case of attention's gradients, with random arrays for the author's functions."""
     own, read = variants.drawn_arrays(xp, rng, p)
     yield adversarial_case(xp, rng, p, right, own, **variants.changed_scores(xp, p, read))
 
@@ -161,7 +162,7 @@ def small(kernel: Any) -> list[Any]:
 
 
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
-    """As for attention's gradients, with the author's functions where scores are made."""
+    """The launches of attention's gradients, with the author's functions in those that make scores."""
     found = AttentionBackward.launches(p, s, device)
     return [(entry_of(p.declaration, each) if each.__name__ in WITH_MODS else each, grid) for each, grid in found]
 
