@@ -102,15 +102,14 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
             score=variants.alibi, arrays=(slopes,), torch_score=lambda s, b, h, q, k: s + slopes[h] * (k - q)
         )
     if name == "t5_bias":
-        table = torch.randn(32, heads, generator=chance).to(device)
-
-        def bias(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            distance = (k - q).abs()
-            far = 8 + (torch.log(distance.clamp(min=8).float() / 8) / math.log(16) * 8).to(torch.int32)
-            bucket = torch.where(distance < 8, distance, far.clamp(max=15)) + torch.where(k > q, 16, 0)
-            return s + table[bucket, h]
-
-        return Compared(score=variants.t5_bias(), arrays=(table,), torch_score=bias)
+        table = torch.randn(32, heads, generator=chance)
+        biases = table[variants.t5_buckets()].T.contiguous().to(device)
+        furthest = biases.shape[1] // 2
+        return Compared(
+            score=variants.t5_bias,
+            arrays=(biases,),
+            torch_score=lambda s, b, h, q, k: s + biases[h, (k - q).clamp(-furthest, furthest) + furthest],
+        )
     if name == "softcap":
         return Compared(score=variants.softcap(30.0), torch_score=lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0))
     if name == "neighbourhood_2d":
