@@ -119,14 +119,6 @@ def torch_call(backend: str, q: Any, k: Any, v: Any, mask: Any) -> Any:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def own_call(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """`sdpa` by our kernel; what it does not take is an error."""
-    import tiledsched as ts
-
-    with ts.configure(masks="own", fallback="error"):
-        return ts.sdpa(q, k, v, mask)
-
-
 def masks(rows: int, keys: int, device: str) -> Iterator[tuple[str, Any]]:
     """The masks of a problem of two sequences and four heads that are compared, by name."""
     import torch
@@ -151,10 +143,16 @@ def results(call: Callable[..., Any], mask: Any, dtype: Any, given: Sequence[Any
 
 
 def right(
-    cells: Sequence[str], device: str = "cuda", sizes: Sequence[tuple[int, int]] = ODD
+    cells: Sequence[str],
+    device: str = "cuda",
+    sizes: Sequence[tuple[int, int]] = ODD,
+    own: Callable[..., Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each mask: the errors of the output and of the gradients, each as a part of what torch's test allows."""
+    """A row for each mask: the errors of the output and of the gradients, each as a part of what torch's test allows; of another
+    function than `sdpa`, if one is given."""
     import torch
+
+    import tiledsched as ts
 
     for rows, keys in sizes:
         chosen = (each for each in enumerate(masks(rows, keys, device)) if any(word in each[1][0] for word in cells))
@@ -162,16 +160,16 @@ def right(
             width, kv_heads = 64 << place % 2, 2 << place // 2 % 2
             shapes = ((4, rows), (kv_heads, keys), (kv_heads, keys), (4, rows))
             *given, above = (normal(seed, 2, *shape, width, device=device) for seed, shape in enumerate(shapes))
-            exact, low, own = (
+            exact, low, ours = (
                 results(call, mask, dtype, given, above)
                 for call, dtype in (
                     (partial(torch_call, "MATH"), torch.float64),
                     (partial(torch_call, "MATH"), torch.bfloat16),
-                    (own_call, torch.bfloat16),
+                    (own or ts.sdpa, torch.bfloat16),
                 )
             )
             row: dict[str, Any] = {"cell": f"{name}, {rows}x{keys}x{width}, {4 // kv_heads} heads share keys"}
-            for (what, factor), *of in zip(ALLOWED.items(), exact, low, own, strict=True):
+            for (what, factor), *of in zip(ALLOWED.items(), exact, low, ours, strict=True):
                 error_low, error = (float((each - of[0]).abs().max()) for each in of[1:])
                 row[what] = round(error / max(1e-5, factor * error_low), 4)
             yield row | {"good": all(row[what] <= 1 for what in ALLOWED)}
@@ -191,13 +189,15 @@ def first_that_runs(name: str, calls: Iterable[Callable[[], Any]]) -> Callable[[
 
 def times(cells: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row for each cell: each method's time in microseconds, what ours gains, and how far the outputs are apart."""
+    import tiledsched as ts
+
     for cell in (cell for cell in CELLS if any(each in cell for each in cells)):
         *_, (batch, heads, kv_heads, rows, keys, width) = read(cell)
         shapes = ((heads, rows), (kv_heads, keys), (kv_heads, keys))
         q, k, v = (normal(seed, batch, *shape, width) for seed, shape in enumerate(shapes))
         mask, repeated = mask_of(cell), [each.repeat_interleave(heads // kv_heads, 1) for each in (k, v)]
         given = list(itertools.product(((k, v), repeated), (mask, mask.to(q.dtype)) if "float" in cell else (mask,)))
-        tried: dict[str, list[Callable[[], Any]]] = {"tiledsched": [partial(own_call, q, k, v, mask)]}
+        tried: dict[str, list[Callable[[], Any]]] = {"tiledsched": [partial(ts.sdpa, q, k, v, mask)]}
         for method, backend in BACKENDS.items():
             tried[method] = [partial(torch_call, backend, q, key, value, added) for (key, value), added in given]
         calls = {name: each for name, of in tried.items() if (each := first_that_runs(f"{cell}, {name}", of))}
@@ -221,6 +221,8 @@ def conclusion(what: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare or time; 1 if an output is wrong, or a cell is not ahead of torch's efficient backend."""
+    import tiledsched as ts
+
     parser = parser_with(
         flag("what", choices=["right", "times"]),
         flag(
@@ -234,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")  # by which torch says why a backend refuses a problem
     ends = time.monotonic() + options.most_seconds
     found = right(options.cells) if options.what == "right" else times(options.cells)
-    rows = collected(itertools.takewhile(lambda row: time.monotonic() < ends, found), options.csv)
+    with ts.configure(masks="own", fallback="error"):
+        rows = collected(itertools.takewhile(lambda row: time.monotonic() < ends, found), options.csv)
     print("\n".join(conclusion(options.what, rows)))
     return int(not rows or not all(row["good"] for row in rows))
 

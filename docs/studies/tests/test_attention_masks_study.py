@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from docs.studies import attention_masks as study
+from tiledsched import configure
 from tiledsched.ops.masks import read_mask_tensor
 
 
@@ -29,16 +30,21 @@ def test_there_are_24_cells_of_both_kinds():
 
 
 def test_masks_are_right_by_torchs_criterion_on_the_interpreter(launches):
-    rows = list(study.right(["of keys", "two axes"], device="cpu", sizes=((1, 1), (63, 65))))
+    with configure(masks="own"):
+        rows = list(study.right(["of keys", "two axes"], device="cpu", sizes=((1, 1), (63, 65))))
     assert len(rows) == 12
     assert [row for row in rows if not row["good"]] == []
     assert study.conclusion("right", rows)[-1] == "equal by torch's test: 12 of 12"
     assert launches
 
 
-def test_a_mask_that_lies_one_key_off_is_found(launches, monkeypatch):
-    monkeypatch.setattr(study, "own_call", lambda q, k, v, mask: study.torch_call("MATH", q, k, v, mask.roll(1, -1)))
-    rows = list(study.right(["random"], device="cpu", sizes=((63, 65),)))
+@pytest.mark.parametrize("wrong", ["one key off", "no gradient of v"])
+def test_a_mistake_is_found(wrong):
+    def attend(q, k, v, mask):
+        mask = mask.roll(1, -1) if wrong == "one key off" else mask
+        return study.torch_call("MATH", q, k, v.detach() + 0 * v if wrong == "no gradient of v" else v, mask)
+
+    rows = list(study.right(["random"], device="cpu", sizes=((63, 65),), own=attend))
     assert [row["good"] for row in rows] == [False] * 7
 
 
