@@ -176,14 +176,14 @@ def right(
 
 
 def first_that_runs(name: str, calls: Iterable[Callable[[], Any]]) -> Callable[[], Any] | None:
-    """The first of some calls that does not fail."""
+    """The first of some calls that does not fail; None, with a word on stderr, where all do."""
     for call in calls:
         try:
             call()
-        except Exception as error:
-            print(f"{name}: {str(error).strip().splitlines()[0][:120]}", file=sys.stderr)
-        else:
             return call
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+    print(f"{name}: {reason[:120]}", file=sys.stderr)
     return None
 
 
