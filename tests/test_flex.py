@@ -462,9 +462,10 @@ def test_a_fault_in_the_tile_code_is_noticed(old, new, case):
 LIST_MUTATIONS = [
     ("seen == pairs", "seen >= pairs - 1", "all but one pair"),
     ("& (columns < seq_k)", "", "everything"),
-    ("& (rows < seq_q)", "", "everything"),
-    ("BLOCK) * BLOCK\n", "BLOCK) * BLOCK + 1\n", "everything"),
-    ("min(seq_q - place * BLOCK, BLOCK)", "BLOCK", "everything"),
+    ("& (rows < seq_q)", "", "all but one pair"),
+    ("count * BLOCK\n", "count * BLOCK + 1\n", "everything"),
+    (".astype(ct.int32) * count", ".astype(ct.int32)", "everything"),
+    ("min(seq_q - place * BLOCK, BLOCK)", "BLOCK", "all but one pair"),
     ("HEAD + blocks - 1 - full", "HEAD + full", "causal"),
     ("range(partial, blocks - full)", "range(partial, partial)", "nothing"),
     ("range(partial, blocks - full)", "range(partial, blocks)", "causal"),
