@@ -17,7 +17,6 @@ L2 cache. The outputs are compared, too.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 import time
 import warnings
@@ -129,7 +128,7 @@ def masks(rows: int, keys: int, device: str) -> Iterator[tuple[str, Any]]:
         seen = torch.rand(2, 4, rows, keys, device=device) < (1.0 if content == "all seen" else 0.6)
         if content == "rows hidden":
             seen[0, :, ::3] = seen[1, :, -1:] = False
-        added = torch.randn(seen.shape, device=device).masked_fill(~seen, -math.inf)
+        added = torch.randn(seen.shape, device=device).masked_fill(~seen, -torch.inf)
         mask = seen if kind == "boolean" else added.to(getattr(torch, kind))
         yield f"{kind}, {content}, {form}", FORMS[form](mask)
 
@@ -203,8 +202,8 @@ def times(cells: Sequence[str]) -> Iterator[dict[str, Any]]:
         calls = {name: each for name, of in tried.items() if (each := first_that_runs(f"{cell}, {name}", of))}
         us = medians_us(calls)
         both = [each for each in BACKENDS if {each, "tiledsched"} <= us.keys()]
-        error = relative_error(calls["tiledsched"](), calls["efficient"]()) if "efficient" in both else math.nan
-        row: dict[str, Any] = {"cell": cell} | {f"{each}_us": round(us.get(each, math.nan), 2) for each in tried}
+        error = relative_error(calls["tiledsched"](), calls["efficient"]()) if "efficient" in both else float("nan")
+        row: dict[str, Any] = {"cell": cell} | {f"{each}_us": round(us.get(each, float("nan")), 2) for each in tried}
         row |= {f"over_{each}": round(us[each] / us["tiledsched"], 4) if each in both else "" for each in BACKENDS}
         yield row | {"error": round(error, 5), "good": error <= LARGEST_ERROR and row["over_efficient"] > 1}
 
