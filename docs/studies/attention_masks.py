@@ -5,7 +5,7 @@ r"""Mask tensors of `sdpa` on a GPU, served by our kernel: compared with torch's
     python -m docs.studies.attention_masks times --cells boolean        # and `--cells bfloat16,float32` on another GPU
 
 `right` compares outputs and the gradients of q, k and v at odd sizes. Its criterion is that of torch's own test of masks,
-`test_mem_efficient_attention_attn_mask_vs_math_ref_grads` (test/test_transformers.py of torch 2.9): the largest error may be so
+`test_mem_efficient_attention_attn_mask_vs_math_ref_grads` (test/test_transformers.py of 2025): the largest error may be so
 many times as large as that of torch's math backend in bfloat16. What is true is computed by the math backend in float64.
 
 `times` times `sdpa` with the setting `masks = own` beside torch's efficient backend, and its cuDNN backend where that takes the
