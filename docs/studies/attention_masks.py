@@ -153,9 +153,8 @@ def right(
 
     import tiledsched as ts
 
-    for rows, keys in sizes:
-        chosen = (each for each in enumerate(masks(rows, keys, device)) if any(word in each[1][0] for word in cells))
-        for place, (name, mask) in chosen:
+    for place, (rows, keys) in enumerate(sizes):  # all masks of a size share programs
+        for name, mask in (each for each in masks(rows, keys, device) if any(word in each[0] for word in cells)):
             width, kv_heads = 64 << place % 2, 2 << place // 2 % 2
             shapes = ((4, rows), (kv_heads, keys), (kv_heads, keys), (4, rows))
             *given, above = (normal(seed, 2, *shape, width, device=device) for seed, shape in enumerate(shapes))
