@@ -67,7 +67,7 @@ class AttentionFeatures(FeatureArguments):
         }
 
     def with_tensors(self, tensors: Sequence[Any]) -> AttentionFeatures:
-        """The same features with others in the place of :attr:`tensors`."""
+        """The same features with other tensors, in the order of :attr:`tensors`."""
         return AttentionFeatures._make((*self[:2], *tensors, *self[8:]))
 
     @property
