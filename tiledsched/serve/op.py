@@ -50,7 +50,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _PLAIN = (Tensor, TorchParameter)
 _traced = torch.compiler.is_dynamo_compiling
 _operators: dict[str, Operator] = {}
-_libraries: dict[str, Any] = {}
+_library_of = functools.cache(functools.partial(torch.library.Library, kind="FRAGMENT"))
 
 
 def op(name: str, kernel: KernelClass | str, **pinned: Any) -> Operator:
@@ -531,9 +531,7 @@ def define(
         ConfigError: torch has one of this name, or does not take the schema.
     """
     namespace, _, word = name.partition("::")
-    if namespace not in _libraries:
-        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    library = _libraries[namespace]
+    library = _library_of(namespace)
     try:
         library.define(f"{word}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     except RuntimeError as error:

@@ -6,7 +6,7 @@ applied after the row maximum is taken, which is right for positive scales and s
 
 These functions run on the GPU through cuTile and, unmodified, on the CPU through `tiledsched.interpreter`. They share
 one object of compile-time constants, and cuTile inlines them all: an `if` on a constant leaves no trace in the machine
-code. From the outside in: `schedule_work` gives the blocks their work tiles, `run_main_loop` computes one and `epilogue`
+code. From the outside in: `schedule_work` gives the blocks their work tiles, `compute_work_tile` computes one and `epilogue`
 stores it; `main_loop` goes over its keys, in turns of one `step` or more: `products` makes the scores, `fold` their softmax
 and the product with the values. The order of the work tiles is in :mod:`tiledsched.kernels.attention.scheduler`, the
 kernels themselves are in :mod:`tiledsched.kernels.attention.entries`.
@@ -33,14 +33,7 @@ from tiledsched.kernels.attention.features import (
     used_values,
 )
 from tiledsched.kernels.attention.mods import listed_step, listed_steps, modified, seen_by_mod, variant_of
-from tiledsched.kernels.attention.packed import (
-    is_filled,
-    offset_in_pages,
-    own_outputs,
-    own_sequence,
-    pages_of,
-    spans_pages,
-)
+from tiledsched.kernels.attention.packed import is_filled, offset_in_pages, own_outputs, own_work, pages_of, spans_pages
 from tiledsched.kernels.attention.scheduler import (
     BACKWARD,
     FORWARD,
@@ -48,7 +41,6 @@ from tiledsched.kernels.attention.scheduler import (
     SNAKE,
     STRIDED,
     WIDE_SAWTOOTH,
-    coordinates,
     pack_count,
     query_tile,
     rows_of,
@@ -270,19 +262,16 @@ def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, features, const):
         later = lap > 0 if const.PEEL_FIRST else work >= blocks
         if later:
             epilogues(Out, Lse, work_tile, chains, features, const)
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, features, const)
+        place, head, batch, _, _, _ = own_work(Q, K, V, work, work_tiles, features, const)
+        work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, batch, 0, features, const)
     epilogues(Out, Lse, work_tile, chains, features, const)
 
 
 def compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, features, const):
     """Compute one work tile and store it. A place of a packed sequence may hold no work tile."""
-    if const.PACKED:
-        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, features, const)
-        if is_filled(place, Q, const):
-            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, 0, features, const)
-            epilogues(Out, Lse, work_tile, chains, features, const)
-    else:
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, features, const)
+    place, head, batch, Q, K, V = own_work(Q, K, V, work, work_tiles, features, const)
+    if not const.PACKED or is_filled(place, Q, const):
+        work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, batch, 0, features, const)
         epilogues(Out, Lse, work_tile, chains, features, const)
 
 
@@ -290,12 +279,6 @@ def epilogues(Out, Lse, work_tile, chains, features, const):
     """Store the outputs of all query tiles of a work tile."""
     for s in ct.static_iter(range(const.Q_SUBTILES)):
         epilogue(Out, Lse, work_tile, work_tile.tiles[s], chains[s], features, const)
-
-
-def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, features, const):
-    """(work tile, chains): the `work`-th work tile, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
-    place, head, batch = coordinates(work, work_tiles, pack_count(Q, const), Q.shape[0], const)
-    return loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, const)
 
 
 def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, const):

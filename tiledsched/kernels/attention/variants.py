@@ -343,10 +343,7 @@ def make(name: str, identity: str, functions: Mapping[str, Any], arrays: Sequenc
         "scale_log2": ts.scalar(lambda p: LOG2_E if score_mod else default_scale(p) * LOG2_E, dtype="float32"),
         "cap_scale": ts.scalar(lambda p: default_scale(p) if score_mod else 0.0, dtype="float32"),
         **fields,
-        **{
-            each.__name__: staticmethod(each)
-            for each in (canonical, constants, entry, launches, inputs, reference, adversarial)
-        },
+        **{each.__name__: staticmethod(each) for each in (canonical, constants, entry, inputs, reference, adversarial)},
         **{each.__name__: classmethod(each) for each in (source_hash, locator, small)},
     }
     return type(name, (Attention,), body)
@@ -414,12 +411,6 @@ def entry_of(kernel: Any, ending: str, given: tuple[str, ...], wide: bool) -> Ca
     if wide:
         wider.__annotations__.update(dict.fromkeys(kernel.mod_arrays, WIDE_ARRAY))
     return wider
-
-
-def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
-    """The launches of a schedule: attention with the author's functions, and, where shares of the keys are combined later, the
-    launch that combines them."""
-    return [(entry(p, s), Attention.grid(p, s, device)), *Attention.launches(p, s, device)[1:]]
 
 
 def source_hash(kernel: Any) -> str:
