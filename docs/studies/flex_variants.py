@@ -1,24 +1,30 @@
 r"""The twelve variants of docs/examples/attention_variants.py on a GPU beside torch's FlexAttention: errors, times and compiles.
 
     python -m docs.studies.flex_variants right
-    python -m docs.studies.flex_variants times --sizes 1024,4096,16384 --widths 64,128 --csv times.csv
+    python -m docs.studies.flex_variants times --sizes 1024,4096,16384 --widths 64,128 --compilers 12 --csv times.csv
     python -m docs.studies.flex_variants compiles
 
 `right` compares outputs at odd sizes with torch's FlexAttention, which is not compiled and computes in float64. `times` times
 `tiledsched.flex`, FlexAttention compiled, FlexAttention on its FLASH backend where that is installed, and for a dense bias also
 torch's `scaled_dot_product_attention`. All are given their masks' blocks, are captured in CUDA graphs, take turns, and are timed
-behind a flush of the L2 cache. `compiles` calls each variant again with other contents of its arrays, and times these calls.
+behind a flush of the L2 cache. With `--compilers`, so many processes first fill the caches on disk (`compile`), because
+one alone takes about ten seconds for each problem. `compiles` calls each variant again with other contents of its arrays, and
+times these calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,15 +102,14 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
             score=variants.alibi, arrays=(slopes,), torch_score=lambda s, b, h, q, k: s + slopes[h] * (k - q)
         )
     if name == "t5_bias":
-        table = torch.randn(32, heads, generator=chance).to(device)
-
-        def bias(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            distance = (k - q).abs()
-            far = 8 + (torch.log(distance.clamp(min=8).float() / 8) / math.log(16) * 8).to(torch.int32)
-            bucket = torch.where(distance < 8, distance, far.clamp(max=15)) + torch.where(k > q, 16, 0)
-            return s + table[bucket, h]
-
-        return Compared(score=variants.t5_bias(), arrays=(table,), torch_score=bias)
+        table = torch.randn(32, heads, generator=chance)
+        biases = table[variants.t5_buckets()].T.contiguous().to(device)
+        furthest = biases.shape[1] // 2
+        return Compared(
+            score=variants.t5_bias,
+            arrays=(biases,),
+            torch_score=lambda s, b, h, q, k: s + biases[h, (k - q).clamp(-furthest, furthest) + furthest],
+        )
     if name == "softcap":
         return Compared(score=variants.softcap(30.0), torch_score=lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0))
     if name == "neighbourhood_2d":
@@ -229,57 +234,96 @@ def methods_of(name: str, of: Compared, q: Any, k: Any, v: Any) -> dict[str, Cal
     return found
 
 
-def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], most_s: float) -> Iterator[dict[str, Any]]:
-    """A row for each variant, number of keys and width of heads: each method's time in microseconds, and what ours gains."""
+def cells(
+    names: Sequence[str], sizes: Sequence[int], widths: Sequence[int]
+) -> Iterator[tuple[str, int, int, int, int]]:
+    """The problems that are timed: variant, batch, heads, keys and width of heads."""
+    for keys, width, name in itertools.product(sizes, widths, names):
+        batch, heads = max(1, TOKENS // keys), HIDDEN // width
+        if name != "dense_bias" or heads * keys * keys <= 1 << 32:
+            yield name, batch, heads, keys, width
+
+
+def fill_caches(asked: Sequence[tuple[str, int, int, int, int]], processes: int, most_s: float) -> None:
+    """Compile every method of these problems in so many processes."""
+
+    def compile_one(cell: tuple[str, int, int, int, int]) -> None:
+        name, _, _, keys, width = cell
+        options = ("--variants", name, "--sizes", str(keys), "--widths", str(width))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [sys.executable, "-m", "docs.studies.flex_variants", "compile", *options],
+                stdout=subprocess.DEVNULL,
+                timeout=max(0.1, ends - time.monotonic()),
+            )
+
+    ends = time.monotonic() + most_s
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(compile_one, asked))
+
+
+def medians_us(methods: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Each method's median time in microseconds, captured in a CUDA graph, by turns, behind a flush of the L2 cache. Those that
+    cannot be captured are left out."""
     import torch
 
     from tiledsched.measure.torch_timing import TorchStopwatch
 
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    watch, taken = TorchStopwatch(torch, list(methods.values()), flush), defaultdict(list)
+    captured = [index for index in range(len(methods)) if watch.capture(index, 1)]
+    for turn in range(ROUNDS):
+        for index in captured[:: 1 if turn % 2 else -1]:
+            taken[index].append(watch.read(watch.queue(index, paced=True)))
+    return {method: statistics.median(taken[index]) for index, method in enumerate(methods) if index in taken}
+
+
+def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], most_s: float) -> Iterator[dict[str, Any]]:
+    """A row for each variant, number of keys and width of heads: each method's time in microseconds, and what ours gains."""
+    import torch
+
     ends = time.monotonic() + most_s
-    for keys in sizes:
-        for width in widths:
-            for name in names:
-                if time.monotonic() > ends:
-                    print(f"no time left for {name} and what follows at {keys} keys", file=sys.stderr)
-                    return
-                torch.compiler.reset()  # else torch gives up on a function that it has compiled for eight problems
-                batch, heads = max(1, TOKENS // keys), HIDDEN // width
-                if name == "dense_bias" and heads * keys * keys > 1 << 32:
-                    continue
-                of = compared(name, batch, heads, keys)
-                q, k, v = tensors_of(of, batch, heads, keys, width)
-                methods = methods_of(name, of, q, k, v)
-                watch, taken = TorchStopwatch(torch, list(methods.values()), flush), defaultdict(list)
-                if not methods or not all(watch.capture(index, 1) for index in range(len(methods))):
-                    print(f"{name}, {keys} keys: not captured", file=sys.stderr)
-                    continue
-                for turn in range(ROUNDS):
-                    for index in list(range(len(methods)))[:: 1 if turn % 2 else -1]:
-                        taken[index].append(watch.read(watch.queue(index, paced=True)))
-                us = {method: statistics.median(taken[index]) for index, method in enumerate(methods)}
-                yield {
-                    "variant": name,
-                    "keys": keys,
-                    "width": width,
-                    **{f"{each}_us": round(us[each], 2) if each in us else "" for each in METHODS},
-                    **{
-                        f"over_{each}": round(us[each] / us["tiledsched"], 4)
-                        if each in us and "tiledsched" in us
-                        else ""
-                        for each in METHODS[1:]
-                    },
-                }
+    for name, batch, heads, keys, width in cells(names, sizes, widths):
+        if time.monotonic() > ends:
+            print(f"no time left for {name} and what follows at {keys} keys", file=sys.stderr)
+            return
+        torch.compiler.reset()  # else torch gives up on a function that it has compiled for eight problems
+        of = compared(name, batch, heads, keys)
+        q, k, v = tensors_of(of, batch, heads, keys, width)
+        methods = methods_of(name, of, q, k, v)
+        us = medians_us(methods)
+        if len(us) < max(1, len(methods)):
+            print(f"{name}, {keys} keys: not captured", file=sys.stderr)
+            continue
+        yield {
+            "variant": name,
+            "keys": keys,
+            "width": width,
+            **{f"{each}_us": round(us[each], 2) if each in us else "" for each in METHODS},
+            **{
+                f"over_{each}": round(us[each] / us["tiledsched"], 4) if each in us and "tiledsched" in us else ""
+                for each in METHODS[1:]
+            },
+        }
 
 
 METHODS = ("tiledsched", "flex", "flash", "sdpa")
 
 
-def gains(rows: Sequence[dict[str, Any]]) -> list[str]:
+def cell_of(row: dict[str, Any]) -> str:
+    """What tells a row of times from others."""
+    return f"{row['variant']}, {row['keys']}, D={row['width']}"
+
+
+def gains(
+    rows: Sequence[dict[str, Any]],
+    methods: Iterable[str] = METHODS[1:],
+    name_of: Callable[[dict[str, Any]], str] = cell_of,
+) -> list[str]:
     """Our speed over each other method's: geometric mean, and the least with its problem."""
     lines = []
-    for method in METHODS[1:]:
-        found = {f"{row['variant']}, {row['keys']}, D={row['width']}": row[f"over_{method}"] for row in rows}
+    for method in methods:
+        found = {name_of(row): row[f"over_{method}"] for row in rows}
         ratios = {name: float(value) for name, value in found.items() if value != ""}
         if ratios:
             mean, least = math.exp(statistics.mean(map(math.log, ratios.values()))), min(ratios, key=ratios.__getitem__)
@@ -307,14 +351,26 @@ def compiles(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield {"variant": name, "first_ms": round(spent[0], 2), "later_ms": round(max(spent[1:]), 3)}
 
 
+def collected(found: Iterable[dict[str, Any]], path: str) -> list[dict[str, Any]]:
+    """All rows, each of which is printed and written to a file, if one is named, as soon as it is found."""
+    rows = []
+    for row in found:
+        rows.append(row)
+        print("  ".join(f"{name}={value}" for name, value in row.items() if value != ""), flush=True)
+        if path:
+            write(path, rows)
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, time or count; 1 if an output is wrong."""
     parser = parser_with(
-        flag("what", choices=["right", "times", "compiles"]),
+        flag("what", choices=["right", "times", "compile", "compiles"]),
         flag("--variants", type=words(NAMES), default=list(NAMES), help="the variants, with commas between them"),
         flag("--sizes", type=integers, default=[1024, 4096, 16384, 32768], help="keys of the problems that are timed"),
         flag("--widths", type=integers, default=[64, 128], help="columns of their heads"),
         flag("--most-seconds", type=positive, default=3600, help="seconds after which nothing more is timed"),
+        flag("--compilers", type=int, default=0, help="processes that compile before anything is timed"),
         flag("--csv", default="", help="a file for the rows"),
         description=__doc__.partition("\n\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -322,16 +378,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.what == "right":
         found = right(options.variants)
+    elif options.what == "compile":
+        for name, batch, heads, keys, width in cells(options.variants, options.sizes, options.widths):
+            of = compared(name, batch, heads, keys)
+            methods_of(name, of, *tensors_of(of, batch, heads, keys, width))
+        return 0
     elif options.what == "times":
-        found = times(options.variants, options.sizes, options.widths, options.most_seconds)
+        began = time.monotonic()
+        if options.compilers:
+            fill_caches(
+                list(cells(options.variants, options.sizes, options.widths)),
+                options.compilers,
+                options.most_seconds / 2,
+            )
+            print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        found = times(options.variants, options.sizes, options.widths, options.most_seconds + began - time.monotonic())
     else:
         found = compiles(options.variants)
-    rows = []
-    for row in found:
-        rows.append(row)
-        print("  ".join(f"{name}={value}" for name, value in row.items() if value != ""), flush=True)
-        if options.csv:
-            write(options.csv, rows)
+    rows = collected(found, options.csv)
     print("\n".join(gains(rows) if options.what == "times" else []))
     wrong = [row for row in rows if options.what == "right" and not row["error"] <= LARGEST_ERROR]
     return int(bool(wrong) or not rows)

@@ -62,8 +62,8 @@ is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def read_mask_tensor(mask: Any, q: Any, k: Any) -> Any:
-    """A mask as the kernel takes it, a view of the same memory: `[batch or 1, heads or 1, seq_q, seq_k]`, or without the axis of
-    rows where it is the same for all; booleans as bytes. None for what the kernel does not take, or torch refuses.
+    """A mask as the kernel takes it, a view of the same memory or a copy: `[batch or 1, heads or 1, seq_q, seq_k]`, or without
+    the axis of rows where it is the same for all; booleans as bytes. None for what the kernel does not take, or torch refuses.
     """
     dtypes = (torch.bool, torch.float32, q.dtype)
     if (
@@ -82,4 +82,14 @@ def read_mask_tensor(mask: Any, q: Any, k: Any) -> Any:
         return None
     mask = mask.expand(-1, -1, -1, sizes[3])
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return mask[:, :, 0] if mask.shape[2] == 1 else mask
+    mask = mask[tuple([slice(None if stride else 1) for stride in mask.stride()[:3]])]  # expanded axes are read once
+    return mask[:, :, 0] if mask.shape[2] == 1 else with_aligned_rows(mask)
+
+
+def with_aligned_rows(mask: Any) -> Any:
+    """A mask whose rows lie as the TMA unit loads them: without gaps, and each from a multiple of 16 bytes on. It is copied where
+    they do not; else each thread would load its elements one by one, in every step of every block."""
+    unit, keys = 16 // mask.element_size(), mask.shape[3]
+    if mask.stride(3) == 1 and not any(each % unit for each in mask.stride()[:3]):
+        return mask
+    return mask.new_empty((*mask.shape[:3], -(-keys // unit) * unit))[..., :keys].copy_(mask)
