@@ -23,8 +23,7 @@ from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention_backward.variants import gradient_of
 from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
-from tiledsched.ops.backward import backward_flops, differentiate, read_call
-from tiledsched.ops.backward import register as register_gradients
+from tiledsched.ops.backward import backward_flops, differentiate, read_call, register as register_gradients
 from tiledsched.ops.block_masks import (
     BlockMask,
     by_name,
