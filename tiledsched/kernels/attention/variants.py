@@ -94,7 +94,7 @@ def code_of(function: Any, what: str) -> list[Any]:
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
         module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
         if where != what and is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
-            return f"{module}.{getattr(value, '__qualname__', value)}"
+            return module if isinstance(value, ModuleType) else f"{module}.{getattr(value, '__qualname__', value)}"
         if isinstance(value, ModuleType):
             raise DeclarationError(
                 f"{where}: what it takes of the module {module} is not known; write: from {module} import NAME"
