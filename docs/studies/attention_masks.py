@@ -9,9 +9,9 @@ r"""Mask tensors of `sdpa` on a GPU, served by our kernel: compared with torch's
 many times as large as that of torch's math backend in bfloat16. What is true is computed by the math backend in float64.
 
 `times` times `sdpa` with the setting `masks = own` beside torch's efficient backend, its cuDNN backend where that takes the
-problem, and what torch chooses. A backend that refuses a problem as it stands is given keys and values that were repeated for all heads, or a mask cast
-to the type of q, before the clock starts. All calls are captured in CUDA graphs, take turns, and are timed behind a flush of the
-L2 cache. The outputs are compared, too.
+problem, and what torch chooses. A backend that refuses a problem as it stands is given keys and values that were repeated for
+all heads, or a mask cast to the type of q, before the clock starts. All calls are captured in CUDA graphs, take turns, and are
+timed behind a flush of the L2 cache. The outputs are compared, too.
 """
 
 from __future__ import annotations
