@@ -356,6 +356,7 @@ CONSTRAINTS: Mapping[str, str] = {
     ),
     "not listed or (unroll == 1 and kv_direction == 'forward' and kv_splits == 1)": "steps follow the list of blocks",
     "not listed or not pack_gqa or mask_heads == 1": "the heads of a tile have one list of blocks",
+    "not qk_ahead": "what a function loads does not fit beside the scores of two steps",
     "not listed or check_bounds or seq_k % 128 == 0": "a block at the edge has tiles behind the last key",
 }
 
