@@ -20,6 +20,7 @@ from cuda.tile import TileError
 from serve_on_cpu import changed, tensors
 
 import tiledsched as ts
+from tiledsched.core import registry
 from tiledsched.core.config import configure, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.ops.sdpa import sdpa
@@ -108,6 +109,7 @@ def test_packed_sequences_operators_and_functional_kernels_are_seen(folder):
 
 def test_a_kernel_declared_at_a_prompt_is_noted_without_a_place(folder, monkeypatch):
     monkeypatch.setattr(kernels.RmsNorm, "__module__", "prompt")
+    monkeypatch.setattr(registry, "_places", {})
     with ts.capture(folder):
         norm(torch.ones(5, 64, dtype=torch.float16), torch.ones(64, dtype=torch.float16))
     assert only(folder).place == ""

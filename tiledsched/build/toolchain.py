@@ -72,13 +72,13 @@ def compiler_folder() -> Path | None:
 
 
 @functools.cache
-def tool_version(path: Path) -> str:
-    """`13.4.92` from a CUDA tool's --version; empty where it does not run."""
+def tool_version(path: Path, pattern: str = r"V(\d+\.\d+\.\d+)") -> str:
+    """`13.4.92` from a CUDA tool's --version, by a pattern; empty where it does not run."""
     try:
         text = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    found = re.search(pattern, text)
     return found.group(1) if found else ""
 
 

@@ -13,13 +13,15 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from tiledsched.core.sources import is_library
+
+T = TypeVar("T")
 
 
 class TiledschedError(Exception):
@@ -123,6 +125,15 @@ class Failure:
     """What went wrong, from a closed list."""
     message: str
     """One line for people: the compiler's or the driver's own words where there are any."""
+
+
+def or_none(function: Callable[..., T], *arguments: object) -> T | None:
+    """The function's value, or None where it raises: where a GPU does not tell, or a function of a kernel's author fails that is
+    given a schedule of an older search space."""
+    try:
+        return function(*arguments)
+    except Exception:
+        return None
 
 
 CUTOFF, NAMED = 0.6, 0.75

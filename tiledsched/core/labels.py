@@ -42,17 +42,18 @@ def format_problem(problem: Problem) -> str:
     for short in short_names(kernel):
         names = labels_of(kernel)[short]
         if len({problem.values[name] for name in names}) == 1:
-            words.append(f"{short}={_word(problem.values[names[0]])}")
+            words.append(f"{short}={show(problem.values[names[0]], '+')}")
             named |= set(names)
     words += [
-        f"{name}={_word(value)}"
+        f"{name}={show(value, '+')}"
         for name, value in problem.values.items()
         if name not in named and value != kernel.fields[name].default
     ]
     return ",".join(words)
 
 
-def _word(value: Any) -> str:
+def show(value: Any, between: str = ",") -> str:
+    """A value of a problem or a knob as people read it, with a sign between the numbers of a list."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return between.join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -247,7 +247,7 @@ def allow(*places: str) -> None:
 
 def allowed_places() -> tuple[str, ...]:
     """The code that the user named in this process, and the kernels that it has loaded, for processes that it starts."""
-    return tuple(sorted(_allowed | {where for kernel in known_kernels() if (where := _place(kernel))}))
+    return tuple(sorted(_allowed | {where for kernel in known_kernels() if (where := place_of(kernel))}))
 
 
 def check_allowed(place: str, what: str) -> None:
@@ -285,11 +285,11 @@ def kernel_of_data(where: str, what: str) -> KernelClass:
     if ":" not in where:
         return kernel_named(where)
     for kernel in known_kernels():
-        if where == _place(kernel):
+        if where == place_of(kernel):
             return kernel
     for place in (*SHIPPED.values(), *(each.value for each in installed_entry_points())):
         with contextlib.suppress(ConfigError, DeclarationError):
-            if where in (place, _place(kernel := load_kernel(place))):
+            if where in (place, place_of(kernel := load_kernel(place))):
                 return kernel
     check_allowed(where, what)
     return load_kernel(where)
@@ -452,14 +452,14 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
 
 
 def _reduced(problem: Problem) -> tuple[Any, ...]:
-    where = _place(problem.declaration) if problem.known else ""
+    where = place_of(problem.declaration) if problem.known else ""
     return _restored, (problem.kernel, where, problem.values, problem.omitted)
 
 
 _places: dict[tuple[KernelClass, str], str] = {}
 
 
-def _place(kernel: KernelClass) -> str:
+def place_of(kernel: KernelClass) -> str:
     """Where another process finds a kernel; empty where no other process can, or not yet."""
     key = kernel, kernel.declared_in
     if key not in _places:
@@ -473,7 +473,7 @@ def _place(kernel: KernelClass) -> str:
 def command_word(kernel: KernelClass) -> str:
     """What commands call a kernel: the name of one that ships or is known from stored results, and the place of any other one,
     as in `mymods.py:my_attention`."""
-    place = "" if kernel.name in SHIPPED or kernel.is_called else _place(kernel)
+    place = "" if kernel.name in SHIPPED or kernel.is_called else place_of(kernel)
     return os.path.relpath(place) if os.path.isabs(place) else place or kernel.name
 
 
@@ -489,7 +489,7 @@ def _restored(name: str, where: str, values: Mapping[str, Value], omitted: froze
     Another kernel that this process knows by the same name, from another file, is not taken for it.
     """
     known = _known.get(name)
-    if known is not None and where in ("", _place(known)):
+    if known is not None and where in ("", place_of(known)):
         return Problem(known, values, omitted=omitted)
     for find, place in ((load_kernel, where or name), (kernel_named, name)):
         with contextlib.suppress(ConfigError, DeclarationError):

@@ -8,11 +8,11 @@ the only private names used, so a cuda-tile that moved them is noticed here, in 
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from types import FunctionType
 from typing import Any
 
 from tiledsched.core.errors import CompilerError
+from tiledsched.core.extras import package_version
 
 KNOWN_VERSIONS = "1.2 to 1.7"
 """Releases of cuda-tile in which these names were found; the package itself needs 1.7."""
@@ -54,10 +54,7 @@ def undecorated(kernel: Any) -> FunctionType:
 
 
 def _moved(name: str) -> str:
-    try:
-        installed = version("cuda-tile")
-    except PackageNotFoundError:
-        installed = "an unknown version"
+    installed = package_version("cuda-tile") or "an unknown version"
     return (
         f"the CPU interpreter needs cuda-tile's private name {name}, which this cuda-tile ({installed}) does not have. "
         f"It is known in cuda-tile {KNOWN_VERSIONS}: pip install 'cuda-tile==1.7.*', or install a newer tiledsched. "

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.errors import or_none
 from tiledsched.core.extras import installing
 from tiledsched.measure.driver_timeout import LISTED_S, READ_S, asked, unwatched
 from tiledsched.measure.runner import Conditions, Device
@@ -62,14 +63,6 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _tell(question: Callable[..., Any], *about: Any) -> Any:
-    """NVML's answer, or None where this GPU does not tell: a GB10, for one, has no memory of its own to report."""
-    try:
-        return question(*about)
-    except Exception:
-        return None
-
-
 def labelled(name: str) -> str:
     """The name of a GPU, with the label that an environment variable gives it."""
     label = os.environ.get(LABEL_VARIABLE, "")
@@ -83,15 +76,15 @@ def _handles(nvml: Any) -> Iterator[Any]:
     """
     words = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if all(word.startswith("GPU-") for word in words):
-        found = [_tell(nvml.nvmlDeviceGetHandleByUUID, word.encode()) for word in words]
+        found = [or_none(nvml.nvmlDeviceGetHandleByUUID, word.encode()) for word in words]
         if None not in found:  # by the first letters of its UUID CUDA knows a GPU, but NVML does not
             for word, handle in zip(words, found, strict=True):
                 asked.about = f"GPU {word}"
                 yield handle
             return
-    for index in range(_tell(nvml.nvmlDeviceGetCount) or 0):
+    for index in range(or_none(nvml.nvmlDeviceGetCount) or 0):
         asked.about = f"GPU {index} (as nvidia-smi counts)"
-        yield _tell(nvml.nvmlDeviceGetHandleByIndex, index)
+        yield or_none(nvml.nvmlDeviceGetHandleByIndex, index)
 
 
 def gpus() -> list[tuple[str, Device]]:
@@ -111,19 +104,19 @@ def _list_gpus() -> list[tuple[str, Device, bool]]:
     nvml = _binding()
     found = []
     for handle in _handles(nvml) if nvml else ():
-        capability = _tell(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        capability = or_none(nvml.nvmlDeviceGetCudaComputeCapability, handle)
         if capability is None:
             continue  # listed, but lost or in a mode that computes nothing
-        memory = _tell(nvml.nvmlDeviceGetMemoryInfo, handle)
+        memory = or_none(nvml.nvmlDeviceGetMemoryInfo, handle)
         device = Device(
-            name=labelled(_text(_tell(nvml.nvmlDeviceGetName, handle)) or UNNAMED),
+            name=labelled(_text(or_none(nvml.nvmlDeviceGetName, handle)) or UNNAMED),
             arch=f"sm_{capability[0]}{capability[1]}",
             sm_count=0,
             memory_bytes=int(memory.total) if memory else 0,
-            driver=_text(_tell(nvml.nvmlSystemGetDriverVersion)),
+            driver=_text(or_none(nvml.nvmlSystemGetDriverVersion)),
         )
-        divided = bool((_tell(nvml.nvmlDeviceGetMigMode, handle) or [0])[0])
-        found.append((_text(_tell(nvml.nvmlDeviceGetUUID, handle)), device, divided))
+        divided = bool((or_none(nvml.nvmlDeviceGetMigMode, handle) or [0])[0])
+        found.append((_text(or_none(nvml.nvmlDeviceGetUUID, handle)), device, divided))
     return found
 
 
@@ -133,7 +126,7 @@ def driver_version() -> str | None:
     Raises:
         MeasureError: the driver does not answer.
     """
-    version = asked(lambda: _text(_tell(nvml.nvmlSystemGetDriverVersion)) if (nvml := _binding()) else None, LISTED_S)
+    version = asked(lambda: _text(or_none(nvml.nvmlSystemGetDriverVersion)) if (nvml := _binding()) else None, LISTED_S)
     if version:
         return version
     try:
@@ -195,13 +188,13 @@ def only_gpu() -> tuple[str, str] | None:
 
 def _readings(nvml: Any, handle: Any) -> dict[str, Any]:
     """The state of a GPU now, by the names of :class:`Conditions`; what NVML does not report is left out."""
-    milliwatts = _tell(nvml.nvmlDeviceGetPowerUsage, handle)
-    reasons = _tell(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    milliwatts = or_none(nvml.nvmlDeviceGetPowerUsage, handle)
+    reasons = or_none(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
     read = {
-        "sm_clock_mhz": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": _tell(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+        "sm_clock_mhz": or_none(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": or_none(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
         "power_w": None if milliwatts is None else milliwatts / 1e3,
-        "temperature_c": _tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        "temperature_c": or_none(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": None
         if reasons is None
         else [name for bit, name in THROTTLE_REASONS.items() if reasons & bit],
@@ -214,7 +207,7 @@ def state_of(uuid: str) -> dict[str, Any]:
     is left out.
     """
     nvml = _binding()
-    handle = nvml and _tell(nvml.nvmlDeviceGetHandleByUUID, uuid.encode())
+    handle = nvml and or_none(nvml.nvmlDeviceGetHandleByUUID, uuid.encode())
     return {} if handle is None else _readings(nvml, handle)
 
 
@@ -230,7 +223,7 @@ def current_gpu() -> tuple[str, str]:
         nvml, handle = _at(bus)
         if handle is None:
             return "", ""
-        return _text(_tell(nvml.nvmlDeviceGetUUID, handle)), _text(_tell(nvml.nvmlDeviceGetName, handle))
+        return _text(or_none(nvml.nvmlDeviceGetUUID, handle)), _text(or_none(nvml.nvmlDeviceGetName, handle))
 
     return asked(ask, LISTED_S)
 
@@ -252,7 +245,7 @@ def _at(bus: str) -> tuple[Any, Any]:
     """NVML, and its handle of the GPU at that place; None where there is none."""
     asked.about = f"GPU {bus}"
     nvml = _binding()
-    return nvml, _tell(nvml.nvmlDeviceGetHandleByPciBusId, bus.encode()) if nvml and bus else None
+    return nvml, or_none(nvml.nvmlDeviceGetHandleByPciBusId, bus.encode()) if nvml and bus else None
 
 
 def current_processes() -> frozenset[int]:
@@ -265,7 +258,7 @@ def _processes(nvml: Any, handle: Any) -> tuple[frozenset[int], frozenset[int]]:
     if handle is None:
         return frozenset(), frozenset()
     listed = [nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses]
-    computing, drawing = (frozenset(each.pid for each in _tell(question, handle) or ()) for question in listed)
+    computing, drawing = (frozenset(each.pid for each in or_none(question, handle) or ()) for question in listed)
     return computing, drawing
 
 
@@ -288,7 +281,7 @@ def _torch_properties() -> Any:
 def current_device() -> Device:
     """The current CUDA device, described by the runtime (through torch or CuPy) and by NVML where it answers."""
     nvml = _binding()
-    driver = nvml and _text(_tell(nvml.nvmlSystemGetDriverVersion))
+    driver = nvml and _text(or_none(nvml.nvmlSystemGetDriverVersion))
     found: Any = None
     with suppress(Exception):
         found = _torch_properties()

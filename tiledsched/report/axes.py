@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.fields import Choice, Flag, total
-from tiledsched.core.labels import labels_of
+from tiledsched.core.labels import labels_of, show
 from tiledsched.core.problem import KernelClass, Problem, describe_values
 
 
@@ -57,13 +57,6 @@ class Axes:
 def cell(problem: Problem, fields: Sequence[str]) -> str:
     """The values of some fields in one cell: a single value where all are equal, else with slashes between them."""
     return "/".join(dict.fromkeys(show(getattr(problem, name)) for name in fields))
-
-
-def show(value: Any) -> str:
-    """A value of a problem or a knob as people read it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def axes_of(kernel: KernelClass) -> Axes:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from tiledsched.core.device import describe_gpus
+from tiledsched.core.labels import show
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
 from tiledsched.measure.runner import HOW
 from tiledsched.report.analysis import broad
 from tiledsched.report.answer import best_time, command_of, run_text, tile_unit, verdicts
-from tiledsched.report.axes import show
 from tiledsched.report.records import MEASURED, ProblemReport, Report, Timed, ValueEffect
 from tiledsched.report.rules import Rule, rules_of
 from tiledsched.report.views import MOST_PROBLEMS, explored, judged_knobs

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.device import ARCHS
+from tiledsched.core.errors import or_none
 from tiledsched.core.fields import Choice, Flag
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of
 from tiledsched.core.resources import spilled
@@ -38,7 +39,6 @@ from tiledsched.store.records import BuildRecord, Entry, FailureRecord, Toolchai
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
 
-T = TypeVar("T")
 ModelTimes = Callable[[Problem, list[BuildRecord]], dict[str, float]]
 """The performance model: from a problem and its builds to microseconds by schedule id. Builds that it cannot judge are
 left out.
@@ -230,7 +230,7 @@ class _Builds:
     def _serves(self, build: BuildRecord, problem: Problem, device: Any) -> bool:
         from tiledsched.core.launches import problem_class
 
-        return build.problem_class == _or_none(problem_class, self._kernel, problem, build.schedule, device)
+        return build.problem_class == or_none(problem_class, self._kernel, problem, build.schedule, device)
 
     def modelled(self, entry: Entry, device: Any) -> tuple[list[BuildRecord], bool]:
         """The builds that make the landscape of a problem that nobody measured, one for each schedule, and whether they are all
@@ -283,17 +283,6 @@ class _Builds:
         )
 
 
-def _or_none(function: Callable[..., T], *arguments: object) -> T | None:
-    """The function's value, or None where it raises.
-
-    Given a schedule of an older search space, a kernel author's function may raise anything.
-    """
-    try:
-        return function(*arguments)
-    except Exception:
-        return None
-
-
 class _Desk:
     """What is needed to write the report on one problem."""
 
@@ -302,7 +291,7 @@ class _Desk:
     ) -> None:
         self.kernel, self.arch, self.regime, self.builds, self.serving = kernel, arch, regime, builds, serving
         self.axes = axes_of(kernel)
-        self.space: SearchSpace | None = _or_none(space_for, arch, kernel)
+        self.space: SearchSpace | None = or_none(space_for, arch, kernel)
         self._defaults: dict[Problem, Schedule | None] = {}
         self._entries: dict[tuple[Problem, str], list[Entry]] = defaultdict(list)
         for entry in entries:
@@ -365,7 +354,7 @@ class _Desk:
         default, answers = self.default(problem), self._answers((problem, "", entry.accum_mode))
         builds, whole = self.builds.modelled(entry, device)
         # What is served may be of an older search space than what ships.
-        today = _or_none(self.space.complete, entry.schedule) if self.space else None
+        today = or_none(self.space.complete, entry.schedule) if self.space else None
         if today is not None and any(build.schedule == today for build in builds):
             entry = entry.replace(schedule=today)
         named = (entry.schedule, default, *(each.schedule for each in answers if each))
@@ -494,7 +483,7 @@ class _Desk:
         """The default schedule of a problem; None where its space has none."""
         if problem not in self._defaults:
             space = None if self.kernel.is_called else self.space
-            self._defaults[problem] = _or_none(space.default, problem) if space else None
+            self._defaults[problem] = or_none(space.default, problem) if space else None
         return self._defaults[problem]
 
     def _timed_as(self, schedule: Schedule | None, timed: Sequence[Timed]) -> Timed | None:
@@ -511,7 +500,7 @@ class _Desk:
         alike = (
             one for one in timed if all(schedule.get(knob, value) == value for knob, value in one.schedule.items())
         )
-        return next((one for one in alike if _or_none(complete, one.schedule) == schedule), None)
+        return next((one for one in alike if or_none(complete, one.schedule) == schedule), None)
 
 
 def plainness(schedule: Schedule, default: Schedule | None) -> tuple[int, str]:

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core.labels import labels_of
+from tiledsched.core.labels import labels_of, show
 from tiledsched.core.schedule import KnobValue
 from tiledsched.core.text import code
 from tiledsched.report.analysis import broad
-from tiledsched.report.axes import show
 from tiledsched.report.records import AS_GOOD, ProblemReport
 
 FOLDS = 5

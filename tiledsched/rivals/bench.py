@@ -6,7 +6,6 @@ Everything runs in this process on the current CUDA device: torch tensors, torch
 
 from __future__ import annotations
 
-import importlib.metadata
 import random
 import time
 import warnings
@@ -19,7 +18,7 @@ import numpy
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.errors import MeasureError, UnsupportedError, first_line
-from tiledsched.core.extras import required
+from tiledsched.core.extras import package_version, required
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Method, RivalCase
 from tiledsched.measure.driver_timeout import asked
@@ -242,10 +241,8 @@ def versions(torch: Any, driver: str) -> str:
     """Versions of the driver and the libraries, in one line."""
     parts = [f"driver {driver}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
     for package in PACKAGES:
-        try:
-            parts.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if version := package_version(package):
+            parts.append(f"{package} {version}")
     compiler = compiler_at_hand()
     return " ".join([*parts, *([f"tileiras {compiler}"] if compiler else [])])
 

@@ -23,8 +23,9 @@ from typing import Any
 
 from tiledsched.core import config
 from tiledsched.core.config import Settings, configure
-from tiledsched.core.errors import ConfigError, DeclarationError
+from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
+from tiledsched.core.registry import place_of
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.store.captured_calls import ENDING, VERSION, seen_folder
 
@@ -170,12 +171,8 @@ def note(
         bucketed = kernel.similarity.bucketed(problem)
 
         def describe() -> dict[str, Any]:
-            try:
-                where = kernel.locator()
-            except DeclarationError:  # declared at a prompt
-                where = ""
             return {
-                "place": where,
+                "place": place_of(kernel),
                 "problem": bucketed.to_json(),
                 "sample": problem.to_json(),
                 "layout": layout,

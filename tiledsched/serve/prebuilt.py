@@ -28,8 +28,9 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launches, preparations
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
-from tiledsched.core.errors import CompilerError, ConfigError, DeclarationError
+from tiledsched.core.errors import CompilerError, ConfigError
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.registry import place_of
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build, BuildRequest
 from tiledsched.serve.bundle import Bundle, BundledProgram, named_bundle, read_bundle
@@ -306,16 +307,14 @@ class ServedKernel(ct.kernel):
         from cuda.tile.compilation import CallingConvention
 
         kernel, convention = self.declaration, CallingConvention.cutile_python_v2()
+        where = place_of(kernel)
         if (
-            "__main__" in (kernel.__module__, kernel.declared_in)
+            not where
+            or "__main__" in (kernel.__module__, kernel.declared_in)
             or wanted.calling_convention.code != convention.code
             or not compiler_at_hand()
         ):
             return None  # another process would run the user's script
-        try:
-            where = kernel.locator()
-        except DeclarationError:
-            return None
         return self.builder.submit(
             BuildRequest(
                 path=path,

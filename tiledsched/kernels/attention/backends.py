@@ -288,6 +288,11 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
         made = heads_first(attend(*turned, *more))
         return made if made.stride() == out.stride() else out.copy_(made)
 
+    return of_flash_4(p, call)
+
+
+def of_flash_4(p: Problem, call: Function) -> Function:
+    """A rival that calls FlashAttention-4, which says the version of the package."""
     version = f"{FLASH_4_PACKAGE} {package_version(FLASH_4_PACKAGE)}"
     if p.is_varlen:
         return VarlenRival(problem=p, attend=call, version=version)

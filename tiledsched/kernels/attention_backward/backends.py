@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from tiledsched.core.errors import UnsupportedError
-from tiledsched.core.extras import package_version
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Variants
 from tiledsched.kernels.attention.backends import (
@@ -29,6 +28,7 @@ from tiledsched.kernels.attention.backends import (
     empty_output,
     flash_4_options,
     heads_first,
+    of_flash_4,
     rows_first,
     torch_operator,
     torch_varlen_options,
@@ -225,8 +225,4 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
         made = whole(*tensors, **named)
         return (*found, made[3]) if p.sinks else tuple(found)
 
-    version = f"{FLASH_4_PACKAGE} {package_version(FLASH_4_PACKAGE)}"
-    if p.packed:
-        return VarlenRival(problem=p, attend=differentiate, version=version)
-    differentiate.__dict__["version"] = version
-    return differentiate
+    return of_flash_4(p, differentiate)

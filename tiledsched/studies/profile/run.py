@@ -5,14 +5,13 @@ from __future__ import annotations
 import glob
 import json
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
-from tiledsched.build.toolchain import compiler_at_hand
+from tiledsched.build.toolchain import compiler_at_hand, tool_version
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.files import OwnFolder
 from tiledsched.core.problem import KernelClass, Problem
@@ -62,15 +61,10 @@ def find_program(program: str, named: str | None, places: Sequence[str], missing
 
 def versions(ncu: str, driver: str) -> str:
     """Versions of the profiler, driver and compiler, and the date, in one line."""
-    try:
-        said = subprocess.run([ncu, "--version"], capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    number = re.search(r"Version ([\d.]+)", said)
     known = (
         ("driver", driver),
         ("tileiras", compiler_at_hand()),
-        ("Nsight Compute", number.group(1) if number else ""),
+        ("Nsight Compute", tool_version(Path(ncu), r"Version ([\d.]+)")),
     )
     return ", ".join([*(f"{name} {version}" for name, version in known if version), date.today().isoformat()])
 
