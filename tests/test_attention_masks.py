@@ -229,7 +229,7 @@ def test_masks_of_padding_keep_their_way(own) -> None:
     "change",
     [
         {"attn_mask": torch.zeros(20, 33, dtype=torch.float16, requires_grad=True)},
-        {"attn_mask": torch.ones(20, 33, dtype=torch.bool), "dropout_p": 0.5},
+        {"attn_mask": torch.ones(20, 33, dtype=torch.bool), "dropout_p": 1.0},
         {"attn_mask": torch.ones(20, 33, dtype=torch.bool), "softcap": 5.0},
         {"attn_mask": torch.zeros(20, 33, dtype=torch.float64)},
         {"attn_mask": torch.zeros(20, 33, device="meta")},

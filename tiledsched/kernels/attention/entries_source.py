@@ -149,7 +149,7 @@ ANNOTATIONS = {
 PADDED = " ".join(PADDED_ARRAYS)
 VARLEN = ("PACKED", "PAGE", "PAGE_BY_PAGE")
 """Constants of packed sequences and of keys in pages."""
-MODS = ("SCORE_MOD", "MASK_MOD", "BLOCK_ROWS", "BLOCK_KEYS")
+MODS = ("SCORE_MOD", "MASK_MOD", "WEIGHT_MOD", "BLOCK_ROWS", "BLOCK_KEYS")
 """Constants of an author's own attention."""
 SPAN = "        KV_SPAN=KV_SPAN,"
 """The constant of kernels whose shares a later launch combines, behind those that have a place."""
@@ -195,7 +195,7 @@ def source() -> str:
 
 
 def variant_source(ending: str, given: Sequence[str], arrays: Sequence[str]) -> str:
-    """The text of a kernel with an author's own functions, which it finds under the names `SCORE` and `MASK`.
+    """The text of a kernel with an author's own functions, which it finds under the names `SCORE`, `MASK` and `WEIGHT`.
 
     Args:
         ending: of the kernel's name, one of :data:`LAUNCHES`.
@@ -223,7 +223,7 @@ def _kernel(kind: str, more: str, about: str, ending: str) -> str:
         named = [*arrays.split()[:3], *more.split(), *arrays.split()[3:]]
         *padded, blocks = [each if each in more.split() else "None" for each in VARIANT_ARRAYS]
         own_arrays = "".join(f"{each}, " for each in more.split() if each not in VARIANT_ARRAYS)
-        rest = ["mods=Mods(SCORE, MASK)", f"Blocks={blocks}", f"arrays=({own_arrays})"]
+        rest = ["mods=Mods(SCORE, MASK, None, WEIGHT)", f"Blocks={blocks}", f"arrays=({own_arrays})"]
     given = ", ".join([*padded, "window", "window_right", "cap_scale", *rest])
     own = [span] if ending == "_share" else []
     named_constants = [f"        {each.name}={each.name}," for each in of_mods]

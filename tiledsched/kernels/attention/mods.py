@@ -37,6 +37,8 @@ class Mods:
     slope: Any = None
     """`slope(score, b, h, q_idx, kv_idx, *arrays)`: the derivative of `score` in the score, as gradients need it; None where
     `score` is a copy that takes a `derivatives.Dual`."""
+    weight: Any = None
+    """`weight(b, h, q_idx, kv_idx, *arrays)`: what each probability is multiplied with after the softmax; None for no change."""
 
 
 @dataclass(frozen=True)
@@ -144,3 +146,14 @@ def seen_by_mod(columns, rows, keys, const):
     if const.BLOCK_ROWS and const.QK_AHEAD:  # the step of an empty list
         visible = visible & (variant.total > 0)
     return visible
+
+
+def weights_by_mod(columns, rows, keys):
+    """What the probabilities of a tile, of any orientation, are multiplied with after the softmax; None where no function
+    says it."""
+    variant = keys.variant
+    return (
+        None
+        if variant.mods.weight is None
+        else variant.mods.weight(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
+    )
