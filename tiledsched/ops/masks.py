@@ -52,9 +52,12 @@ def attend_masked(
         return (found[0][0], found[1][0]) if return_lse else found[0]
     if not is_own() or odd_scale(scale) or unserved(q, k, v, None, 0.0) or not 0 <= dropout_p <= MOST_DROPPED:
         return None
-    if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, mask)) or is_traceable_wrapper_subclass(q):
-        return None  # distributed tensors are of the last kind
-    if causal == "bottom_right" and q.shape[2] != k.shape[2]:
+    if (
+        torch._C._are_functorch_transforms_active()
+        or has_tangent((q, k, v, mask))
+        or is_traceable_wrapper_subclass(q)  # such as distributed tensors
+        or (causal == "bottom_right" and q.shape[2] != k.shape[2])
+    ):
         return None
     masks = () if mask is None else read_mask_tensor(mask, q, k)
     if masks is None:

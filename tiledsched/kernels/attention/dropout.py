@@ -31,8 +31,7 @@ class Dropout:
     def __call__(self, b, h, q_idx, kv_idx, *arrays):
         """The factors of a tile. The last of the arrays is the seed: two int32 numbers."""
         seed = tuple(ct.gather(arrays[len(arrays) - 1], (each,)).astype(ct.uint32) for each in ct.static_iter(range(2)))
-        bits = random_bits(seed, b, h, q_idx, kv_idx)
-        return ct.where(bits >= int(self.p * 2**32), 1.0 / (1.0 - self.p), 0.0)
+        return ct.where(random_bits(seed, b, h, q_idx, kv_idx) >= int(self.p * 2**32), 1.0 / (1.0 - self.p), 0.0)
 
 
 def philox(counter, seed, ROUNDS):
@@ -64,15 +63,13 @@ def random_bits(seed, b, h, q_idx, kv_idx):
     groups = kv_idx // (4 * NEXT) * NEXT + kv_idx % NEXT
     whole = keys % (4 * NEXT) == 0  # then the tile begins at a multiple of its side, and each number is made once
     if whole:
-        groups = ct.extract(kv_idx, (0, 0), (1, 1)).item() // 4 + ct.arange(keys // 4, dtype=ct.int32)
-        groups = groups.reshape((1, keys // 4) if across else (keys // 4, 1))
-    counter = tuple(ct.astype(each, ct.uint32) for each in ct.static_iter((groups, q_idx, h, b)))
-    found = philox(counter, seed, ROUNDS)
+        first = ct.extract(kv_idx, (0, 0), (1, 1)).item() // 4
+        groups = (first + ct.arange(keys // 4, dtype=ct.int32)).reshape((1, keys // 4) if across else (keys // 4, 1))
+    found = philox(tuple(ct.astype(each, ct.uint32) for each in ct.static_iter((groups, q_idx, h, b))), seed, ROUNDS)
     if not whole:
         place = kv_idx // NEXT % 4
         return ct.where(place < 2, ct.where(place == 0, found[0], found[1]), ct.where(place == 2, found[2], found[3]))
-    axis = 2 if across else 1
-    shape = (rows, keys // (4 * NEXT), NEXT) if across else (keys // (4 * NEXT), NEXT, rows)
+    shape, axis = ((rows, keys // (4 * NEXT), NEXT), 2) if across else ((keys // (4 * NEXT), NEXT, rows), 1)
     parts = tuple(each.reshape(shape) for each in ct.static_iter(found))
     halves = ct.cat((parts[0], parts[1]), axis), ct.cat((parts[2], parts[3]), axis)
     return ct.cat(halves, axis).reshape((rows, keys) if across else (keys, rows))

@@ -148,10 +148,9 @@ def seen_by_mod(columns, rows, keys, const):
     return visible
 
 
-def weights_by_mod(columns, rows, keys):
+def weights_by_mod(columns, rows, variant):
     """What the probabilities of a tile, of any orientation, are multiplied with after the softmax; None where no function
     says it."""
-    variant = keys.variant
     return (
         None
         if variant.mods.weight is None

@@ -675,7 +675,7 @@ def weighted(p, rows, keys, i, const):
     """The probabilities of the `i`-th step, multiplied with what a function says. Their sum was taken before."""
     first = ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
     return tuple(
-        p[t] * weights_by_mod(key_tile(keys, i, t, const) * const.TILE_N + first, rows, keys)
+        p[t] * weights_by_mod(key_tile(keys, i, t, const) * const.TILE_N + first, rows, keys.variant)
         for t in ct.static_iter(range(const.KV_SUBTILES))
     )
 

@@ -116,7 +116,7 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     if const.MODS:
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         logits, slope = changed_with_slope(logits, columns, last, columns < keys.K.shape[2], keys)
-        factors = weights_by_mod(columns, last, keys)
+        factors = weights_by_mod(columns, last, keys.variant)
     if slope is not None:
         lse = with_bits(lse)
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)

@@ -412,7 +412,7 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     if const.MODS:
         columns, last = places(tile, i, const)
         logits, slope = changed_with_slope(scores, columns, last, last < rows.Q.shape[2] + tile.offset, tile)
-        factors = weights_by_mod(columns, last, tile)
+        factors = weights_by_mod(columns, last, tile.variant)
     powers, lse = logits * scale_log2, row_values(rows.LseLog2, rows, i, const)
     if slope is not None:
         lse = with_bits(lse)

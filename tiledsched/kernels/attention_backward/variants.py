@@ -174,8 +174,12 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
     from tiledsched.kernels.attention.mods import Mods
     from tiledsched.kernels.attention_backward import entries
 
-    functions = dict(zip(("SCORE", "MASK", "SLOPE"), kernel.mods, strict=True), WEIGHT=kernel.weight_mod)
-    names = {**vars(entries), "Mods": Mods, **functions}
+    names = {
+        **vars(entries),
+        "Mods": Mods,
+        **dict(zip(("SCORE", "MASK", "SLOPE"), kernel.mods, strict=True)),
+        "WEIGHT": kernel.weight_mod,
+    }
     text = with_arrays(inspect.getsource(entry), kernel.mod_arrays)
     return compiled(f"<{kernel.name} {entry.__name__}>", text, names, entry.__name__)
 
