@@ -16,6 +16,7 @@ import pytest
 from docs.examples import attention_variants
 from docs.studies import attention_pictures
 from tiledsched.interpreter import evaluate
+from tiledsched.kernels.attention.applied import exactly
 
 FILE = Path(attention_variants.__file__)
 PAGE = FILE.parents[1] / "attention_variants.md"
@@ -95,7 +96,7 @@ CASES = {
     ),
     "same_document": ("same_document", (DOCUMENTS,), (93, 93), lambda b, h, q, k: DOCUMENTS[b, q] == DOCUMENTS[b, k]),
     "alibi": ("alibi", (SLOPES,), (77, 93), alibi),
-    "t5_bias": ("t5_bias()", (TABLE,), (77, 301), lambda b, h, q, k, score: score + TABLE[t5_bucket(k - q), h]),
+    "t5_bias": ("t5_bias", (), (77, 301), lambda b, h, q, k, score: score + TABLE[t5_bucket(k - q), h]),
     "softcap": ("softcap(5.0)", (), (77, 93), lambda b, h, q, k, score: 5 * tanh(score / 5)),
     "neighbourhood_2d": ("neighbourhood_2d(7, 11, 2)", (), (77, 77), seen_in_image),
     "window_3d": ("window_3d(4, 6, 1, 1, 2)", (), (72, 72), seen_in_video),
@@ -127,13 +128,15 @@ def difference(module, name, *, packed=False):
     """Largest difference from the definition, of each sequence and head; `packed` has the rows of all heads in one tile."""
     function, arrays, (rows, keys), _ = CASES[name]
     mod, expected, worst = eval(function, vars(module)), by_definition(name), 0.0
+    if name == "t5_bias":
+        arrays = (TABLE[module.t5_buckets()].T,)
     q_idx, kv_idx = np.arange(rows, dtype=np.int32)[:, None], np.arange(keys, dtype=np.int32)[None]
     heads = [slice(None)] if packed else range(3)
     for b, h in itertools.product(range(2), heads):
         of_head = np.repeat(np.arange(3, dtype=np.int32), rows)[:, None] if packed else h
         of_row = np.tile(q_idx, (3, 1)) if packed else q_idx
         scores = [each[b, h].reshape(-1, keys) for each in scores_of(name)]
-        found = evaluate(mod, *scores, b, of_head, of_row, kv_idx, arrays=arrays)
+        found = evaluate(exactly(mod), *scores, b, of_head, of_row, kv_idx, arrays=arrays)
         assert found.dtype == expected.dtype
         worst = max(worst, np.abs(np.subtract(found, expected[b, h].reshape(-1, keys), dtype=float)).max())
     return worst
@@ -141,8 +144,8 @@ def difference(module, name, *, packed=False):
 
 def test_there_are_twelve_variants_of_at_most_ten_lines():
     code = FILE.read_text(encoding="utf-8").split("\n\n\n")[1:]
-    assert [each.split("(")[0] for each in code] == [f"def {name}" for name in CASES]
-    assert len(code) == 12
+    assert [each.split("(")[0] for each in code] == [f"def {name}" for name in [*CASES, "t5_buckets"]]
+    assert len(CASES) == 12
     assert max(len([line for line in each.splitlines() if line.strip()]) for each in code) <= 10
 
 
@@ -157,39 +160,35 @@ MISTAKES = {
     "prefix_lm": [("kv_idx < ct", "kv_idx <= ct"), ("(prefix, b)", "(prefix, h)")],
     "window_with_global_tokens": [("<= window", "< window"), ("kv_idx < tokens", "kv_idx <= tokens")],
     "same_document": [("(b, q_idx)", "(b, q_idx + 1)"), ("(b, kv_idx)", "(0, kv_idx)")],
-    "alibi": [("kv_idx - q_idx", "q_idx - kv_idx"), ("slopes, h", "slopes, b"), ("- q_idx)", "- q_idx + 1)")],
-    "t5_bias": [
-        ("distance < exact", "distance <= exact + 1"),
-        ("2 * exact - 1", "2 * exact"),
-        ("kv_idx > q_idx", "kv_idx < q_idx"),
-        ("kv_idx > q_idx", "kv_idx >= q_idx"),
-        (", 0), h)", ", 0), b)"),
-    ],
-    "softcap": [("score / cap", "score * cap"), ("cap * ct", "ct")],
+    "alibi": [("* distance", "* -distance"), ("slopes, h", "slopes, b"), ("ct.float32)\n", "ct.float32) + 1\n")],
+    "t5_bias": [("biases, h", "biases, b"), ("score + load", "score - load")],
+    "softcap": [("/ cap", "* cap"), ("cap - ct", "1.0 - ct"), ("2.0 * cap", "cap")],
     "neighbourhood_2d": [
         ("width - 1 - radius", "width - radius"),
         ("q_idx // width, radius", "q_idx // height, radius"),
-        ("- column) <= radius", "- column) < radius"),
+        ("- column)) <= radius", "- column)) < radius"),
     ],
-    "window_3d": [
-        ("<= columns", "<= rows"),
-        ("kv_idx // width % height", "kv_idx // width % width"),
-        ("<= frames", "< frames"),
-    ],
+    "window_3d": [("- columns", "- rows"), ("kv_idx // width % height", "kv_idx // width % width"), ("<= 0", "< 0")],
     "tree": [("node < 0", "node <= 0"), ("(b, q_idx, node)", "(b, node, q_idx)"), ("context, b", "context, h")],
     "block_sparse": [("(h, q_idx", "(b, q_idx"), ("kv_idx // block", "(kv_idx + 1) // block")],
-    "dense_bias": [("q_idx, kv_idx)", "q_idx, kv_idx + 1)"), ("h % attn_mask.shape[1]", "h % attn_mask.shape[0]")],
+    "dense_bias": [("q_idx, kv_idx))", "q_idx, kv_idx + 1))"), ("h % attn_mask.shape[1]", "h % attn_mask.shape[0]")],
+    "t5_buckets": [
+        ("int(far", "round(far"),
+        ("distance > 0", "distance < 0"),
+        ("distance > 0", "distance >= 0"),
+        ("furthest / exact", "furthest"),
+    ],
 }
 """Name -> mistakes in the text of its function."""
 
 
-@pytest.mark.parametrize(("name", "right", "wrong"), [(name, *each) for name in CASES for each in MISTAKES[name]])
+@pytest.mark.parametrize(("name", "right", "wrong"), [(name, *each) for name in MISTAKES for each in MISTAKES[name]])
 def test_a_mistake_in_a_variant_is_noticed(name, right, wrong):
     before, text = FILE.read_text(encoding="utf-8").split(f"\ndef {name}(")
     assert right in text.split("\n\n\n")[0]
     made = SimpleNamespace()
     exec(compile(f"{before}\ndef {name}({text.replace(right, wrong, 1)}", str(FILE), "exec"), vars(made))
-    assert difference(made, name) > 1e-3
+    assert difference(made, "t5_bias" if name == "t5_buckets" else name) > 1e-3
 
 
 # ---- the page and its pictures ---------------------------------------------------------------------------------------
@@ -199,12 +198,12 @@ def test_the_page_shows_the_code_of_the_file_and_a_picture_of_each():
     """With WRITE_TABLES=1 the blocks of code are written anew."""
     page, functions = PAGE.read_text(encoding="utf-8"), FILE.read_text(encoding="utf-8").rstrip().split("\n\n\n")[1:]
     if os.environ.get("WRITE_TABLES") == "1":
-        for name, code in zip(CASES, functions, strict=True):
+        for name, code in zip([*CASES, "t5_buckets"], functions, strict=True):
             page = re.sub(
                 rf"```python\ndef {name}\(.*?```", lambda _, code=code: f"```python\n{code}\n```", page, flags=re.DOTALL
             )
         PAGE.write_text(page, encoding="utf-8")
-    assert re.findall(r"\n```python\n(def .*?)\n```", page, re.DOTALL) == functions
+    assert sorted(re.findall(r"\n```python\n(def .*?)\n```", page, re.DOTALL)) == sorted(functions)
     assert re.findall(r"\]\(images/attention/(\w+)\.svg\)", page) == [*CASES]
     assert re.findall(r"^\|\[.*?\]\(#.*?\)\|`(\w+)_mod`\|`(\w+)", page, re.MULTILINE) == [
         ("score" if scores_of(name) else "mask", name) for name in CASES
@@ -265,6 +264,7 @@ def test_a_variant_compiles(name, arch, packed):
     from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, export_kernel
 
     function, arrays, _, _ = CASES[name]
+    arrays = (TABLE[attention_variants.t5_buckets()].T,) if name == "t5_bias" else arrays
     of = [(getattr(ct, f"{each.dtype}{'_' * (each.dtype == bool)}"), each.ndim) for each in arrays]
     constraints = [
         ArrayConstraint(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 from dataclasses import dataclass
 
 import cuda.tile as ct
@@ -11,7 +13,7 @@ import pytest
 from tile_checks import mutated
 
 import tiledsched as ts
-from docs.examples.attention_variants import alibi, causal, dense_bias, same_document, tree
+from docs.examples.attention_variants import alibi, causal, dense_bias, same_document, t5_bias, tree
 from tiledsched.build.compiler import BuildTask, compile_schedule, compile_task
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.cases import call_reference, random_inputs
@@ -364,6 +366,47 @@ def test_the_kernel_of_lists_compiles(arch):
     assert compile_schedule(kernel, p, space_for(arch, kernel).default(p), arch).facts.spill_bytes == 0
 
 
+# ---- loads of whole tiles --------------------------------------------------------------------------------------------
+
+RELATIVE = flex_attention(score_mod=t5_bias, arrays={"biases": ts.array("heads 65", dtype="float32")})
+
+
+@pytest.mark.parametrize("kernel", [BIAS, RELATIVE], ids=["dense", "relative"])
+@pytest.mark.parametrize("pack", [{}, {"kv_heads": 1, "seq_q": 5}], ids=["one_head", "packed_heads"])
+def test_loads_of_whole_tiles_give_what_gathers_give(kernel, pack):
+    p = kernel.problem(seq_q=150, seq_k=190, head_dim=16, heads=4).replace(**pack)
+    space = space_for("sm_90", kernel)
+    schedule = space.default(p).replace(tile_m=32, tile_n=32, **({"pack_gqa": True} if pack else {}))
+    assert check_schedule(kernel, p, schedule)[0]
+
+
+@pytest.mark.parametrize(
+    "places", ["q_idx, kv_idx + 1", "kv_idx, q_idx", "q_idx, kv_idx // 2", "q_idx, b", "kv_idx"], ids=str
+)
+def test_whole_tiles_are_loaded_at_the_places_of_the_scores_only(places, tmp_path, monkeypatch):
+    (tmp_path / "shifted.py").write_text(
+        "from tiledsched import load_tile\n\n\ndef shifted(score, b, h, q_idx, kv_idx, bias):\n"
+        f"    return score + load_tile(bias, ({places},))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("shifted")
+    monkeypatch.delitem(sys.modules, "shifted")
+    arrays = {"bias": ts.array("seq_q seq_k" if "," in places else "seq_k", dtype="float32")}
+    with pytest.raises(DeclarationError, match=r"shifted.py, line 5.*load_tile takes q_idx and kv_idx as they are"):
+        flex_attention(score_mod=module.shifted, arrays=arrays)
+
+
+def quick(score, b, h, q_idx, kv_idx):
+    return ct.truediv(score, 3.0, rounding_mode=ct.RoundingMode.APPROX) + ct.exp2(score * 0.25, flush_to_zero=True)
+
+
+def test_what_a_function_approximates_its_reference_computes_in_full():
+    kernel = flex_attention(score_mod=quick)
+    scores = np.linspace(-3, 3, 64).reshape(8, 8)
+    found = variants.changed(np, kernel, scores, {}, 0, 0, 0)
+    np.testing.assert_allclose(found, scores / 3.0 + 2 ** (scores / 4), rtol=1e-14)
+
+
 # ---- mistakes in the tile code ---------------------------------------------------------------------------------------
 
 MODULES = [
@@ -419,9 +462,10 @@ def test_a_fault_in_the_tile_code_is_noticed(old, new, case):
 LIST_MUTATIONS = [
     ("seen == pairs", "seen >= pairs - 1", "all but one pair"),
     ("& (columns < seq_k)", "", "everything"),
-    ("& (rows < seq_q)", "", "everything"),
-    ("BLOCK) * BLOCK\n", "BLOCK) * BLOCK + 1\n", "everything"),
-    ("min(seq_q - place * BLOCK, BLOCK)", "BLOCK", "everything"),
+    ("& (rows < seq_q)", "", "all but one pair"),
+    ("count * BLOCK\n", "count * BLOCK + 1\n", "everything"),
+    (".astype(ct.int32) * count", ".astype(ct.int32)", "everything"),
+    ("min(seq_q - place * BLOCK, BLOCK)", "BLOCK", "all but one pair"),
     ("HEAD + blocks - 1 - full", "HEAD + full", "causal"),
     ("range(partial, blocks - full)", "range(partial, partial)", "nothing"),
     ("range(partial, blocks - full)", "range(partial, blocks)", "causal"),

@@ -64,7 +64,8 @@ def test_gradients(name, keys):
     ts.flex(*own, score_mod=of.score, mask_mod=of.mask, arrays=of.arrays).backward(above)
     flex_variants.torch_call(of, *exact, compiled=False)().backward(above.double())
     for one, wanted in zip(own, exact, strict=True):
-        assert flex_variants.relative_error(one.grad, wanted.grad) <= LARGEST_GRADIENT_ERROR
+        error = (one.grad.double() - wanted.grad).norm()  # of a single key the gradients of q and k are zero
+        assert error <= LARGEST_GRADIENT_ERROR * max(wanted.grad.norm(), 1e-3 * above.double().norm())
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])

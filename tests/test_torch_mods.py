@@ -36,6 +36,7 @@ BEGINS = torch.stack([torch.searchsorted(each, torch.arange(4)) for each in IDS]
 PREFIX = torch.tensor([5, 40])
 SLOPES = torch.tensor([0.5, 0.0625, 0.0078125])
 BIAS = torch.randn(BATCH, HEADS, ROWS + KEYS, generator=GENERATOR)
+DENSE = torch.randn(HEADS, ROWS, KEYS, generator=GENERATOR)
 UNPADDED = torch.arange(KEYS) < torch.tensor([[60], [93]])
 PAGES = torch.tensor([[2, 0, -1, 1], [3, 2, 1, 0]])
 COOLED = SimpleNamespace(temperature=torch.tensor(0.7))
@@ -112,6 +113,7 @@ MODS = {
     ),
     "slopes and documents": (sloped(SLOPES), and_masks(causal, documents(IDS))),
     "relative bias": (lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, q_idx - kv_idx], None),
+    "dense": (lambda score, b, h, q_idx, kv_idx: score + DENSE[h, q_idx, kv_idx], None),
     "softcap": (lambda score, b, h, q_idx, kv_idx: 3.0 * torch.tanh(score / 3.0), None),
     "causal scores": (lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")), None),
     "checkerboard": (
@@ -164,6 +166,20 @@ def test_the_kernel_is_given_the_tensors_of_each_call(launches):
     first, second = ([kernel for _, _, kernel, _ in some] for some in (launches[:2], launches[2:4]))
     assert first == second
     assert len(first) == 2  # of the lists of blocks, and of attention
+
+
+def test_elements_of_all_rows_and_keys_are_loaded_as_tiles():
+    names = lambda mod: tile_mods(mod, None)[0].__code__.co_names  # noqa: E731
+    assert "_load_tile" in names(lambda score, b, h, q_idx, kv_idx: score + DENSE[h, q_idx, kv_idx])
+    assert "_load_tile" not in names(lambda score, b, h, q_idx, kv_idx: score + DENSE[h, q_idx, kv_idx - 1])
+    assert "_load_tile" not in names(lambda score, b, h, q_idx, kv_idx: score + DENSE[h, kv_idx, q_idx])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_tangent_is_that_of_numpy(dtype):
+    x = np.concatenate([np.linspace(-20, 20, 999), [0.0, 1e-6, -1e-6, 3e38, -3e38]]).astype(dtype)
+    x = x[np.isfinite(x)]
+    np.testing.assert_allclose(evaluate(torch_mods.tanh, x), np.tanh(x), atol=2e-7 if dtype == "float32" else 1e-3)
 
 
 @pytest.mark.compiler

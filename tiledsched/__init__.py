@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tiledsched.core.space import SearchSpace as SearchSpace
     from tiledsched.core.space_files import load_space as load_space
     from tiledsched.core.space_files import space_for as space_for
+    from tiledsched.kernels.attention.loads import load_by_distance as load_by_distance
+    from tiledsched.kernels.attention.loads import load_tile as load_tile
     from tiledsched.kernels.attention.variants import flex_attention as flex_attention
     from tiledsched.kernels.cross_entropy.front import cross_entropy as cross_entropy
     from tiledsched.kernels.glu.front import geglu as geglu
@@ -75,6 +77,7 @@ _HOMES = {
         "core.similarity": "Similarity",
         "core.space": "SearchSpace",
         "core.space_files": "load_space space_for",
+        "kernels.attention.loads": "load_by_distance load_tile",
         "kernels.attention.variants": "flex_attention",
         "ops.block_masks": "BlockMask block_mask",
         "ops.flex": "flex",

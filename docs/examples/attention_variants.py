@@ -9,6 +9,8 @@ import math
 
 import cuda.tile as ct
 
+from tiledsched import load_by_distance, load_tile
+
 
 def causal(b, h, q_idx, kv_idx, *arrays):
     return kv_idx <= q_idx
@@ -31,25 +33,20 @@ def same_document(b, h, q_idx, kv_idx, documents):
 
 
 def alibi(score, b, h, q_idx, kv_idx, slopes):
-    return score + ct.gather(slopes, h) * (kv_idx - q_idx)
+    distance = ct.astype(kv_idx, ct.float32) - ct.astype(q_idx, ct.float32)
+    return score + ct.gather(slopes, h) * distance
 
 
-def t5_bias(buckets=32, furthest=128):
-    exact = buckets // 4
-    doublings = math.log2(furthest / exact)
-
-    def score_mod(score, b, h, q_idx, kv_idx, table):
-        distance = ct.abs(kv_idx - q_idx)
-        far = ct.log2(ct.maximum(distance, exact) / exact) / doublings * exact
-        bucket = ct.where(distance < exact, distance, ct.minimum(exact + far.astype(ct.int32), 2 * exact - 1))
-        return score + ct.gather(table, (bucket + ct.where(kv_idx > q_idx, 2 * exact, 0), h))
-
-    return score_mod
+def t5_bias(score, b, h, q_idx, kv_idx, biases):
+    return score + load_by_distance(biases, h, q_idx, kv_idx)
 
 
 def softcap(cap):
+    power = 2 * math.log2(math.e) / cap
+
     def score_mod(score, b, h, q_idx, kv_idx, *arrays):
-        return cap * ct.tanh(score / cap)
+        above = ct.exp2(score * power, flush_to_zero=True) + 1.0
+        return cap - ct.truediv(2.0 * cap, above, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
 
     return score_mod
 
@@ -58,17 +55,17 @@ def neighbourhood_2d(height, width, radius):
     def mask_mod(b, h, q_idx, kv_idx, *arrays):
         row = ct.minimum(ct.maximum(q_idx // width, radius), height - 1 - radius)
         column = ct.minimum(ct.maximum(q_idx % width, radius), width - 1 - radius)
-        return (ct.abs(kv_idx // width - row) <= radius) & (ct.abs(kv_idx % width - column) <= radius)
+        return ct.maximum(ct.abs(kv_idx // width - row), ct.abs(kv_idx % width - column)) <= radius
 
     return mask_mod
 
 
 def window_3d(height, width, frames, rows, columns):
     def mask_mod(b, h, q_idx, kv_idx, *arrays):
-        time = ct.abs(q_idx // (height * width) - kv_idx // (height * width)) <= frames
-        down = ct.abs(q_idx // width % height - kv_idx // width % height) <= rows
-        across = ct.abs(q_idx % width - kv_idx % width) <= columns
-        return time & down & across
+        time = ct.abs(q_idx // (height * width) - kv_idx // (height * width)) - frames
+        down = ct.abs(q_idx // width % height - kv_idx // width % height) - rows
+        across = ct.abs(q_idx % width - kv_idx % width) - columns
+        return ct.maximum(ct.maximum(time, down), across) <= 0
 
     return mask_mod
 
@@ -87,4 +84,15 @@ def block_sparse(block):
 
 def dense_bias(score, b, h, q_idx, kv_idx, attn_mask):
     of_batch, of_head = b % attn_mask.shape[0], h % attn_mask.shape[1]  # 0 where attn_mask is broadcast
-    return score + ct.gather(attn_mask, (of_batch, of_head, q_idx, kv_idx))
+    return score + load_tile(attn_mask, (of_batch, of_head, q_idx, kv_idx))
+
+
+def t5_buckets(buckets=32, furthest=128):
+    """The bucket of T5's table for each distance of a key from a row, from -furthest to furthest: a list of integers."""
+    exact = buckets // 4
+    found = []
+    for distance in range(-furthest, furthest + 1):
+        far = math.log(max(abs(distance), exact) / exact) / math.log(furthest / exact)
+        bucket = min(abs(distance), exact + int(far * exact), 2 * exact - 1)
+        found.append(bucket + (2 * exact if distance > 0 else 0))
+    return found

@@ -169,7 +169,7 @@ def example_bias() -> np.ndarray[Any, Any]:
 
 DOCUMENTS = np.repeat(np.arange(4, dtype=np.int32), (22, 18, 10, 14))[None]
 PATTERN = np.array([[[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]], bool)
-TABLE = np.array([[1 - bucket % 16 / 8] for bucket in range(32)], np.float32)
+TABLE = np.array([[1 - bucket % 16 / 8 for bucket in variants.t5_buckets()]], np.float32)
 PICTURES = {
     "causal": Picture(title="Causal: a triangle", mask=variants.causal),
     "prefix_lm": Picture(
@@ -189,7 +189,7 @@ PICTURES = {
         mask=variants.causal,
         arrays=(np.array([0.125], np.float32),),
     ),
-    "t5_bias": Picture(title="T5: one bias for each bucket of distances", score=variants.t5_bias(), arrays=(TABLE,)),
+    "t5_bias": Picture(title="T5: one bias for each bucket of distances", score=variants.t5_bias, arrays=(TABLE,)),
     "softcap": Picture(title="Softcap: a curve that levels off at the cap", score=variants.softcap(20.0)),
     "neighbourhood_2d": Picture(
         title="Neighbourhoods of 3 x 3 in an image of 8 x 8", mask=variants.neighbourhood_2d(8, 8, 1)

@@ -99,12 +99,12 @@ class Found:
 
 
 # Cases
-def normal(seed: int, *shape: int, scale: float = 1.0) -> Any:
+def normal(seed: int, *shape: int, scale: float = 1.0, device: str = "cuda") -> Any:
     """The same normal numbers in every process, in bfloat16."""
     import torch
 
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, device="cuda") * scale).bfloat16()
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, device=device) * scale).bfloat16()
 
 
 def products(weights: Iterable[tuple[int, int]] = WEIGHTS) -> Iterator[Case]:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -102,15 +102,14 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
             score=variants.alibi, arrays=(slopes,), torch_score=lambda s, b, h, q, k: s + slopes[h] * (k - q)
         )
     if name == "t5_bias":
-        table = torch.randn(32, heads, generator=chance).to(device)
-
-        def bias(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            distance = (k - q).abs()
-            far = 8 + (torch.log(distance.clamp(min=8).float() / 8) / math.log(16) * 8).to(torch.int32)
-            bucket = torch.where(distance < 8, distance, far.clamp(max=15)) + torch.where(k > q, 16, 0)
-            return s + table[bucket, h]
-
-        return Compared(score=variants.t5_bias(), arrays=(table,), torch_score=bias)
+        table = torch.randn(32, heads, generator=chance)
+        biases = table[variants.t5_buckets()].T.contiguous().to(device)
+        furthest = biases.shape[1] // 2
+        return Compared(
+            score=variants.t5_bias,
+            arrays=(biases,),
+            torch_score=lambda s, b, h, q, k: s + biases[h, (k - q).clamp(-furthest, furthest) + furthest],
+        )
     if name == "softcap":
         return Compared(score=variants.softcap(30.0), torch_score=lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0))
     if name == "neighbourhood_2d":
@@ -263,13 +262,26 @@ def fill_caches(asked: Sequence[tuple[str, int, int, int, int]], processes: int,
         list(pool.map(compile_one, asked))
 
 
-def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], most_s: float) -> Iterator[dict[str, Any]]:
-    """A row for each variant, number of keys and width of heads: each method's time in microseconds, and what ours gains."""
+def medians_us(methods: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Each method's median time in microseconds, captured in a CUDA graph, by turns, behind a flush of the L2 cache. Those that
+    cannot be captured are left out."""
     import torch
 
     from tiledsched.measure.torch_timing import TorchStopwatch
 
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    watch, taken = TorchStopwatch(torch, list(methods.values()), flush), defaultdict(list)
+    captured = [index for index in range(len(methods)) if watch.capture(index, 1)]
+    for turn in range(ROUNDS):
+        for index in captured[:: 1 if turn % 2 else -1]:
+            taken[index].append(watch.read(watch.queue(index, paced=True)))
+    return {method: statistics.median(taken[index]) for index, method in enumerate(methods) if index in taken}
+
+
+def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], most_s: float) -> Iterator[dict[str, Any]]:
+    """A row for each variant, number of keys and width of heads: each method's time in microseconds, and what ours gains."""
+    import torch
+
     ends = time.monotonic() + most_s
     for name, batch, heads, keys, width in cells(names, sizes, widths):
         if time.monotonic() > ends:
@@ -279,14 +291,10 @@ def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], mos
         of = compared(name, batch, heads, keys)
         q, k, v = tensors_of(of, batch, heads, keys, width)
         methods = methods_of(name, of, q, k, v)
-        watch, taken = TorchStopwatch(torch, list(methods.values()), flush), defaultdict(list)
-        if not methods or not all(watch.capture(index, 1) for index in range(len(methods))):
+        us = medians_us(methods)
+        if len(us) < max(1, len(methods)):
             print(f"{name}, {keys} keys: not captured", file=sys.stderr)
             continue
-        for turn in range(ROUNDS):
-            for index in list(range(len(methods)))[:: 1 if turn % 2 else -1]:
-                taken[index].append(watch.read(watch.queue(index, paced=True)))
-        us = {method: statistics.median(taken[index]) for index, method in enumerate(methods)}
         yield {
             "variant": name,
             "keys": keys,
@@ -302,11 +310,20 @@ def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], mos
 METHODS = ("tiledsched", "flex", "flash", "sdpa")
 
 
-def gains(rows: Sequence[dict[str, Any]]) -> list[str]:
+def cell_of(row: dict[str, Any]) -> str:
+    """What tells a row of times from others."""
+    return f"{row['variant']}, {row['keys']}, D={row['width']}"
+
+
+def gains(
+    rows: Sequence[dict[str, Any]],
+    methods: Iterable[str] = METHODS[1:],
+    name_of: Callable[[dict[str, Any]], str] = cell_of,
+) -> list[str]:
     """Our speed over each other method's: geometric mean, and the least with its problem."""
     lines = []
-    for method in METHODS[1:]:
-        found = {f"{row['variant']}, {row['keys']}, D={row['width']}": row[f"over_{method}"] for row in rows}
+    for method in methods:
+        found = {name_of(row): row[f"over_{method}"] for row in rows}
         ratios = {name: float(value) for name, value in found.items() if value != ""}
         if ratios:
             mean, least = math.exp(statistics.mean(map(math.log, ratios.values()))), min(ratios, key=ratios.__getitem__)
@@ -332,6 +349,17 @@ def compiles(names: Sequence[str]) -> Iterator[dict[str, Any]]:
             torch.cuda.synchronize()
             spent.append(1e3 * (time.perf_counter() - began))
         yield {"variant": name, "first_ms": round(spent[0], 2), "later_ms": round(max(spent[1:]), 3)}
+
+
+def collected(found: Iterable[dict[str, Any]], path: str) -> list[dict[str, Any]]:
+    """All rows, each of which is printed and written to a file, if one is named, as soon as it is found."""
+    rows = []
+    for row in found:
+        rows.append(row)
+        print("  ".join(f"{name}={value}" for name, value in row.items() if value != ""), flush=True)
+        if path:
+            write(path, rows)
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -367,12 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = times(options.variants, options.sizes, options.widths, options.most_seconds + began - time.monotonic())
     else:
         found = compiles(options.variants)
-    rows = []
-    for row in found:
-        rows.append(row)
-        print("  ".join(f"{name}={value}" for name, value in row.items() if value != ""), flush=True)
-        if options.csv:
-            write(options.csv, rows)
+    rows = collected(found, options.csv)
     print("\n".join(gains(rows) if options.what == "times" else []))
     wrong = [row for row in rows if options.what == "right" and not row["error"] <= LARGEST_ERROR]
     return int(bool(wrong) or not rows)

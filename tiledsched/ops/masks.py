@@ -59,8 +59,8 @@ def attend_masked(
         or (causal == "bottom_right" and q.shape[2] != k.shape[2])
     ):
         return None
-    masks = () if mask is None else read_mask_tensor(mask, q, k)
-    if masks is None:
+    masks = () if mask is None else (read_mask_tensor(mask, q, k),)
+    if any(each is None for each in masks):
         return None
     score_mod, mask_mod = None, causal_mask if causal else None
     if masks:
@@ -94,9 +94,9 @@ is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
 kernel_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def read_mask_tensor(mask: Any, q: Any, k: Any) -> tuple[Any] | None:
-    """A mask as the kernel takes it, a view of the same memory: `[batch or 1, heads or 1, seq_q, seq_k]`, or without the axis of
-    rows where it is the same for all; booleans as bytes. None for what the kernel does not take, or torch refuses.
+def read_mask_tensor(mask: Any, q: Any, k: Any) -> Any:
+    """A mask as the kernel takes it, a view of the same memory or a copy: `[batch or 1, heads or 1, seq_q, seq_k]`, or without
+    the axis of rows where it is the same for all; booleans as bytes. None for what the kernel does not take, or torch refuses.
     """
     dtypes = (torch.bool, torch.float32, q.dtype)
     if (
@@ -115,4 +115,14 @@ def read_mask_tensor(mask: Any, q: Any, k: Any) -> tuple[Any] | None:
         return None
     mask = mask.expand(-1, -1, -1, sizes[3])
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return (mask[:, :, 0] if mask.shape[2] == 1 else mask,)
+    mask = mask[tuple([slice(None if stride else 1) for stride in mask.stride()[:3]])]  # expanded axes are read once
+    return mask[:, :, 0] if mask.shape[2] == 1 else with_aligned_rows(mask)
+
+
+def with_aligned_rows(mask: Any) -> Any:
+    """A mask whose rows lie as the TMA unit loads them: without gaps, and each from a multiple of 16 bytes on. It is copied where
+    they do not; else each thread would load its elements one by one, in every step of every block."""
+    unit, keys = 16 // mask.element_size(), mask.shape[3]
+    if mask.stride(3) == 1 and not any(each % unit for each in mask.stride()[:3]):
+        return mask
+    return mask.new_empty((*mask.shape[:3], -(-keys // unit) * unit))[..., :keys].copy_(mask)

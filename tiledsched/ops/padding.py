@@ -46,10 +46,18 @@ def hidden_ends(mask: Any, q: Any, k: Any) -> Ends | None:
         tuple(mask.shape) not in shapes
         or not (mask.dtype == torch.bool or mask.is_floating_point())
         or not mask.numel()
-        or (mask.device.type == process.runtime.device_type and process.runtime.is_capturing())
+        or (mask.device.type == process.runtime.device_type and _is_for_a_graph(q))
     ):
         return None
     return _read(mask.reshape(mask.shape[0], -1), q.shape[0])
+
+
+def _is_for_a_graph(q: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured or, where our kernel serves masks, the call may warm up for a capture. torch has it
+    warmed up on a stream other than the default one, and the capture is to find the kernel's program loaded."""
+    runtime = process.runtime
+    warms_up = process.settings().masks == "own" and bool(runtime.current_stream(q.get_device()))
+    return warms_up or runtime.is_capturing()
 
 
 def edges(seen: torch.Tensor, *, every: bool = False) -> Ends | None:

@@ -28,6 +28,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.copies import Copier, codes_in
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.sources import compiled
+from tiledsched.kernels.attention.loads import DEFINITIONS
 
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
 VALUE_OF = "_value_of_score"
@@ -194,7 +195,10 @@ def by_rule(score_mod: Any) -> Any:
     Raises:
         DeclarationError: the text of a function lies in no file.
     """
-    replaced = {id(plain): rule for plain, rule in ((ct, NAMESPACE), *RULES.items())}
+    replaced = {
+        id(plain): rule
+        for plain, rule in ((ct, NAMESPACE), *RULES.items(), *zip(DEFINITIONS, DEFINITIONS, strict=True))
+    }
     return Copier({VALUE_OF: value_of}, replaced, _rewritten).copy(score_mod)
 
 

@@ -44,14 +44,18 @@ def fill_list(mask, arrays, Blocks, seq_q, seq_k, KEYS):
     """Fill the list of one block of rows."""
     place, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
     rows = place * BLOCK + ct.arange(BLOCK, dtype=ct.int32)[:, None]
-    pairs = min(seq_q - place * BLOCK, BLOCK) * BLOCK
-    blocks, partial, full = ct.cdiv(seq_k, BLOCK), 0, 0
+    count = min(seq_q - place * BLOCK, BLOCK)
+    blocks, partial, full, pairs = ct.cdiv(seq_k, BLOCK), 0, 0, count * BLOCK
     for block in range(blocks):
         seen = 0
         for part in ct.static_iter(range(BLOCK // KEYS)):
             columns = block * BLOCK + part * KEYS + ct.arange(KEYS, dtype=ct.int32)[None, :]
-            visible = mask(batch, head, rows, columns, *arrays) & (rows < seq_q) & (columns < seq_k)
-            seen = seen + ct.sum(visible.astype(ct.int32))
+            visible = mask(batch, head, rows, columns, *arrays) & (columns < seq_k)
+            if visible.shape[0] == 1:  # the same for all rows
+                seen = seen + visible.astype(ct.int32) * count
+            else:  # a thread holds whole rows, which it adds up by itself
+                seen = seen + ct.sum((visible & (rows < seq_q)).astype(ct.int32), axis=1)
+        seen = ct.sum(seen)
         if seen == pairs:
             ct.scatter(Blocks, (batch, head, place, HEAD + blocks - 1 - full), block, check_bounds=False)
             full = full + 1

@@ -13,6 +13,8 @@ import math
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.loads import load_tile
+
 FLOOR = -2.3e38
 """Scores below this are raised to it: times log2(e) it is above the running maximum before the first key. Nothing that a score is
 without the mask is left in numbers so low, so that torch's scores of such keys are equal, too, as far as the mask is the same."""
@@ -21,26 +23,11 @@ without the mask is left in numbers so low, so that torch's scores of such keys 
 def mask_at(mask, b, h, q_idx, kv_idx):
     """The part of a mask for the rows and keys of a tile: `[rows, keys]`, or `[keys, rows]` where the tile lies that way; with
     one row where the mask is the same for all.
-
-    A tile whose sides are powers of two begins at a multiple of them, in rows and in keys, as all tiles of the kernels do.
     """
     batch, head = ct.minimum(b, mask.shape[0] - 1), ct.minimum(h, mask.shape[1] - 1)
-    rows, keys = q_idx.shape[0] * q_idx.shape[1], kv_idx.shape[0] * kv_idx.shape[1]
     if mask.ndim == 3:
-        found = ct.gather(mask, (batch, head, kv_idx))
-    elif head.ndim or rows & (rows - 1) or keys & (keys - 1):  # rows of several heads, or no tile of a kernel
-        found = ct.gather(mask, (batch, head, q_idx, kv_idx))
-    else:  # whole tiles are loaded by the TMA unit; a gather takes the elements one by one
-        row = min(ct.extract(q_idx, (0, 0), (1, 1)).item() // rows, ct.cdiv(mask.shape[2], rows) - 1)
-        key = min(ct.extract(kv_idx, (0, 0), (1, 1)).item() // keys, ct.cdiv(mask.shape[3], keys) - 1)
-        zeros = ct.PaddingMode.ZERO
-        if kv_idx.shape[0] == 1:
-            found = ct.load(mask, (batch, head, row, key), (1, 1, rows, keys), padding_mode=zeros)
-            found = found.reshape((rows, keys))
-        else:
-            found = ct.load(mask, (batch, head, key, row), (1, 1, keys, rows), order=(0, 1, 3, 2), padding_mode=zeros)
-            found = found.reshape((keys, rows))
-    return found
+        return ct.gather(mask, (batch, head, kv_idx))
+    return load_tile(mask, (batch, head, q_idx, kv_idx))
 
 
 def boolean_mask(b, h, q_idx, kv_idx, mask, *others):

@@ -21,6 +21,8 @@ import cuda.tile as ct
 
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.sources import compiled
+from tiledsched.kernels.attention.loads import load_tile
+from tiledsched.kernels.attention.scales import LOG2_E
 from tiledsched.kernels.attention.variants import MASK_PARAMETERS, word_of
 
 SIGNS = {
@@ -54,7 +56,8 @@ FUNCTIONS = OPERATORS | {
         each: f"_ct.{each}({{}})"
         for each in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil", "isnan")
     },
-    **{each: f"_ct.{each}({{}})" for each in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **{each: f"_ct.{each}({{}})" for each in ("sin", "cos", "tan", "sinh", "cosh")},
+    "tanh": "_tanh({})",
     **dict.fromkeys(("maximum", "clamp_min"), "_ct.maximum({}, {}, propagate_nan=True)"),
     **dict.fromkeys(("minimum", "clamp_max"), "_ct.minimum({}, {}, propagate_nan=True)"),
     "clamp": "_ct.minimum(_ct.maximum({}, {}, propagate_nan=True), {}, propagate_nan=True)",
@@ -86,6 +89,14 @@ _plain: Mapping[str, Any] = {each: weakref.WeakKeyDictionary() for each in ("sco
 """Argument -> functions that are tile code already -> the same with room for any number of arrays, or None."""
 
 
+def tanh(x: Any) -> Any:
+    """The hyperbolic tangent, of float32 within 2e-7: one exponential and one reciprocal of the GPU."""
+    if x.dtype != ct.float32:
+        return ct.tanh(x)
+    power = ct.exp2(x * (2.0 * LOG2_E), flush_to_zero=True)
+    return 1.0 - ct.truediv(2.0, power + 1.0, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
+
+
 class _Trace:
     """The lines of a function in tile code, as they are noted."""
 
@@ -96,6 +107,8 @@ class _Trace:
 
     def note(self, template: str, *values: Any) -> _Number:
         """Note an expression of numbers."""
+        if template == OPERATORS["truediv"] and isinstance(values[1], (int, float)) and values[1]:
+            return self.note(OPERATORS["mul"], values[0], 1.0 / values[1])  # in a tenth of the instructions
         texts = [self.text(each) for each in values]
         self.lines.append(f"v{len(self.lines)} = {template.format(*texts)}")
         return _Number(self, f"v{len(self.lines) - 1}")
@@ -126,7 +139,8 @@ class _Trace:
             each if each in MASK_PARAMETERS else f"_ct.where({each} < 0, {each} + {array}.shape[{axis}], {each})"
             for axis, each in enumerate(map(self.text, indices))
         ]
-        return self.note(f"_ct.gather({array}, ({', '.join(inside) or '0'},))")
+        load = "_load_tile" if inside[-2:] == ["q_idx", "kv_idx"] else "_ct.gather"
+        return self.note(f"{load}({array}, ({', '.join(inside) or '0'},))")
 
     def call(self, name: str, values: Sequence[Any], options: Any, known: Any) -> _Number:
         """A function or method of torch's."""
@@ -233,5 +247,12 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
 @functools.cache
 def _function(name: str, text: str) -> Any:
     """The function of a text, which is the same for the same text."""
-    names = {"__name__": __name__, "_ct": ct, "inf": float("inf"), "nan": float("nan")}
+    names = {
+        "__name__": __name__,
+        "_ct": ct,
+        "_load_tile": load_tile,
+        "_tanh": tanh,
+        "inf": float("inf"),
+        "nan": float("nan"),
+    }
     return compiled(f"<{name} as tile code {hash(text):x}>", text, names, name)

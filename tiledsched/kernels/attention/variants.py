@@ -483,15 +483,15 @@ def changed(
     they are only hidden.
     """
     score_mod, mask_mod = kernel.mods[:2]
+    from tiledsched.kernels.attention.applied import apply_on_gpu, exactly
+
     given = [arrays[name] for name in kernel.mod_arrays]
     if xp is not numpy:
-        from tiledsched.kernels.attention.applied import apply_on_gpu
-
         return apply_on_gpu(xp, kernel, scores, given, b, h, first, scored=scored and score_mod is not None)
     rows, keys = (numpy.arange(size, dtype=numpy.int32) for size in scores.shape)
     places = (b, h, first + rows[:, None], keys[None])
     if score_mod is not None and scored:
-        scores = evaluated(score_mod, "score_mod", scores, *places, arrays=given)
+        scores = evaluated(exactly(score_mod), "score_mod", scores, *places, arrays=given)
     if mask_mod is not None:
         scores = numpy.where(evaluated(mask_mod, "mask_mod", *places, arrays=given), scores, -numpy.inf)
     return scores
@@ -530,6 +530,7 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
     """
     from tiledsched.interpreter.launch import element_type
     from tiledsched.interpreter.values import OutsideError, UnsupportedOperationError
+    from tiledsched.kernels.attention.applied import strictly
 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
     rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
@@ -538,7 +539,7 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
         with contextlib.suppress(
             OutsideError, UnsupportedOperationError
         ):  # only a call knows sizes and the compiler's words
-            evaluated(function, what, *scores, 0, 0, rows, keys, arrays=zeros)
+            evaluated(strictly(function), what, *scores, 0, 0, rows, keys, arrays=zeros)
 
 
 def reference(
