@@ -55,12 +55,12 @@ def attend_masked(
     if (
         torch._C._are_functorch_transforms_active()
         or has_tangent((q, k, v, mask))
-        or is_traceable_wrapper_subclass(q)  # such as distributed tensors
+        or (type(q) is not torch.Tensor and is_traceable_wrapper_subclass(q))  # such as distributed tensors
         or (causal == "bottom_right" and q.shape[2] != k.shape[2])
     ):
         return None
     masks = () if mask is None else (read_mask_tensor(mask, q, k),)
-    if any(each is None for each in masks):
+    if masks and masks[0] is None:
         return None
     score_mod, mask_mod = None, causal_mask if causal else None
     if masks:
