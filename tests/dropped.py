@@ -1,8 +1,12 @@
-"""Dropout of attention in NumPy, by the definition of the generator in its paper: what tile code is compared with."""
+"""Dropout of attention in NumPy, by the definition of the generator in its paper, and attention with it in float64: what tile code
+is compared with."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import torch
 
 
 def philox(counter, seed, rounds):
@@ -22,3 +26,19 @@ def factors(p, seed, batch=1, heads=1, rows=64, keys=64):
     b, h, row, key = np.ogrid[:batch, :heads, :rows, :keys]
     words = philox((key // 32 * 8 + key % 8, row, h, b), seed, 7)
     return np.where(np.choose(key // 8 % 4, words) < int(p * 2**32), 0.0, np.float32(1 / (1 - p)))
+
+
+def drawn(seed, device="cpu"):
+    """The numbers that a call draws after `manual_seed(seed)`, which is repeated."""
+    torch.manual_seed(seed)
+    numbers = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)
+    torch.manual_seed(seed)
+    return numbers.cpu().numpy()
+
+
+def attention(tensors, weights, seen, added):
+    """(output, log-sum-exp) of float64 tensors q, k and v, where probabilities are multiplied with `weights`."""
+    q = tensors[0]
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in tensors[1:])
+    scores = (q @ k.mT / math.sqrt(q.shape[3]) + added).masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1) * torch.from_numpy(weights).to(q.device)) @ v, scores.logsumexp(-1)

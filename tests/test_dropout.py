@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dropped import factors
+from dropped import attention, drawn, factors
 from serve_on_cpu import TOLERANCE, changed, tensors
 from torch.utils.checkpoint import checkpoint
 
@@ -94,14 +94,6 @@ def test_tiles_of_any_size_and_orientation_drop_the_same(rows, keys, p) -> None:
 
 
 # What a call drops
-
-
-def drawn(seed):
-    """The numbers that a call draws after `manual_seed(seed)`, which is repeated."""
-    torch.manual_seed(seed)
-    numbers = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32)
-    torch.manual_seed(seed)
-    return numbers.numpy()
 
 
 def kept(rows=80, keys=64, heads=2, **given):
@@ -197,13 +189,10 @@ def test_outputs_and_gradients(own, rows, keys, width, kind, schedule) -> None:
     ours, theirs = ([each.to(dtype).requires_grad_() for each in given] for dtype in (torch.float16, torch.float64))
     theirs = [each.detach().requires_grad_() for each in theirs]
     dout, dlse = torch.randn(2, 4, rows, width).half(), torch.randn(2, 4, rows)
-    weights = torch.from_numpy(factors(0.4, drawn(7), 2, 4, rows, keys))
+    wanted = attention(theirs, factors(0.4, drawn(7), 2, 4, rows, keys), seen, added)
     with configure(**schedule):
         out = serve.sdpa(*ours, dropout_p=0.4, return_lse=True, **more.get(kind, {"is_causal": kind == "causal"}))
         torch.autograd.backward(out, (dout, dlse))
-    k, v = (each.repeat_interleave(2, 1) for each in theirs[1:])
-    scores = (theirs[0] @ k.mT / math.sqrt(width) + added).masked_fill(~seen, -math.inf)
-    wanted = (scores.softmax(-1) * weights) @ v, scores.logsumexp(-1)
     torch.autograd.backward(wanted, (dout.double(), dlse.double()))
     for one, other in zip(out, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, **TOLERANCE[torch.float16])

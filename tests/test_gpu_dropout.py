@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dropped import factors
+from dropped import attention, drawn, factors
 from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
@@ -29,14 +29,6 @@ def own():
         yield
 
 
-def drawn(seed):
-    """The numbers that a call draws after `manual_seed(seed)`, which is repeated."""
-    torch.manual_seed(seed)
-    numbers = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=DEVICE)
-    torch.manual_seed(seed)
-    return numbers.cpu().numpy()
-
-
 def uniform(rows, keys, width=64):
     """Tensors of which all probabilities are alike and attention returns them."""
     q, k = (torch.zeros(BATCH, of, size, width) for of, size in ((HEADS, rows), (KV_HEADS, keys)))
@@ -47,7 +39,7 @@ def uniform(rows, keys, width=64):
 @pytest.mark.parametrize(("rows", "keys"), [*SIZES, (1000, 1000)])
 def test_what_is_dropped_bit_for_bit(rows, keys, width):
     q, k, v = uniform(rows, keys, width)
-    wanted = torch.from_numpy(factors(P, drawn(rows), BATCH, HEADS, rows, keys)).to(DEVICE)
+    wanted = torch.from_numpy(factors(P, drawn(rows, DEVICE), BATCH, HEADS, rows, keys)).to(DEVICE)
     for first in range(0, keys, 250):
         torch.manual_seed(rows)
         found = ts.sdpa(q, k, v[..., first : first + 250], dropout_p=P)
@@ -68,24 +60,22 @@ def test_outputs_and_gradients(size, width, kind):
     (rows, keys), generator = size, torch.Generator(DEVICE).manual_seed(1)
     shapes = [(BATCH, HEADS, rows), (BATCH, KV_HEADS, keys), (BATCH, KV_HEADS, keys), (BATCH, HEADS, rows)]
     given = [torch.randn(*each, width, generator=generator, device=DEVICE).bfloat16() for each in shapes]
-    seen = torch.rand(BATCH, 1, rows, keys, generator=generator, device=DEVICE) < 0.7
-    seen = torch.ones_like(seen).tril() if kind == "causal" else seen
+    share = 0.7 if kind in ("boolean", "additive") else 1.0
+    seen = torch.rand(BATCH, 1, rows, keys, generator=generator, device=DEVICE) < share
+    seen = seen.tril() if kind == "causal" else seen
     seen[..., 0] = True
+    added = torch.randn(rows, keys, generator=generator, device=DEVICE).bfloat16() * (kind == "additive")
     more = {"plain": {}, "causal": {"is_causal": True}, "boolean": {"attn_mask": seen}}
-    more["additive"] = {"attn_mask": torch.where(seen, 0.5, -math.inf).bfloat16()}
+    more["additive"] = {"attn_mask": added.masked_fill(~seen, -math.inf)}
     ours, exact = (
         [each.detach().to(dtype).requires_grad_() for each in given[:3]] for dtype in (torch.bfloat16, torch.float64)
     )
-    weights = torch.from_numpy(factors(P, drawn(2), BATCH, HEADS, rows, keys)).to(DEVICE)
-    out, lse = ts.sdpa(*ours, dropout_p=P, return_lse=True, **more[kind])
-    out.backward(given[3])
-    k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in exact[1:])
-    scores = exact[0] @ k.mT / math.sqrt(width)
-    scores = scores if kind == "plain" else scores.masked_fill(~seen, -math.inf) + 0.5 * (kind == "additive")
-    wanted = (scores.softmax(-1) * weights) @ v
-    wanted.backward(given[3].double())
-    found = [out, lse, *(each.grad for each in ours)]
-    for one, other in zip(found, [wanted, scores.logsumexp(-1), *(each.grad for each in exact)], strict=True):
+    wanted = attention(exact, factors(P, drawn(2, DEVICE), BATCH, HEADS, rows, keys), seen, added)
+    found = ts.sdpa(*ours, dropout_p=P, return_lse=True, **more[kind])
+    for results, dtype in ((found, torch.bfloat16), (wanted, torch.float64)):
+        results[0].backward(given[3].to(dtype))
+    results = [*found, *(each.grad for each in ours)]
+    for one, other in zip(results, [*wanted, *(each.grad for each in exact)], strict=True):
         assert (one.double() - other).norm() <= RTOL * other.norm() + ATOL * math.sqrt(other.numel())
 
 
@@ -103,7 +93,7 @@ def test_each_replay_of_a_graph_drops_others_and_a_seed_the_same():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         captured = step()
-    kept = torch.from_numpy(factors(P, drawn(3), BATCH, HEADS, 130, 129)).to(DEVICE) != 0
+    kept = torch.from_numpy(factors(P, drawn(3, DEVICE), BATCH, HEADS, 130, 129)).to(DEVICE) != 0
     for same in (True, False):
         graph.replay()
         out, dv = (each.double() for each in captured)
