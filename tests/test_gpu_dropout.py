@@ -19,8 +19,13 @@ DEVICE, BATCH, HEADS, KV_HEADS, P = "cuda", 2, 4, 2, 0.3
 RTOL, ATOL = 3e-2, 5e-3
 """Of the norm of a result in bfloat16; what a number may be off in the root of the mean square."""
 SIZES = [(1, 1), (1, 129), (63, 65), (64, 64), (65, 1000), (129, 63), (1000, 129)]
-CASES = [*itertools.product(SIZES, [64, 128], ["plain"]), *itertools.product([(65, 129)], [64, 128], ["causal"])]
+CASES = [
+    *itertools.product(SIZES, [64, 128], ["plain"]),
+    *itertools.product([(65, 129)], [64, 128], ["causal", "two passes"]),
+]
 CASES += itertools.product([(65, 129), (300, 300)], [64], ["boolean", "additive"])
+TWO_PASSES = {"structure": "two_pass", "tile_m": 64, "tile_n": 64, "tile_m_dq": 64, "tile_n_dq": 64}
+"""Gradients as they are computed where they must be the same in every call."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +70,16 @@ def test_outputs_and_gradients(size, width, kind):
     seen = seen.tril() if kind == "causal" else seen
     seen[..., 0] = True
     added = torch.randn(rows, keys, generator=generator, device=DEVICE).bfloat16() * (kind == "additive")
-    more = {"plain": {}, "causal": {"is_causal": True}, "boolean": {"attn_mask": seen}}
+    more = {"causal": {"is_causal": True}, "boolean": {"attn_mask": seen}}
     more["additive"] = {"attn_mask": added.masked_fill(~seen, -math.inf)}
     ours, exact = (
         [each.detach().to(dtype).requires_grad_() for each in given[:3]] for dtype in (torch.bfloat16, torch.float64)
     )
     wanted = attention(exact, factors(P, drawn(2, DEVICE), BATCH, HEADS, rows, keys), seen, added)
-    found = ts.sdpa(*ours, dropout_p=P, return_lse=True, **more[kind])
-    for results, dtype in ((found, torch.bfloat16), (wanted, torch.float64)):
-        results[0].backward(given[3].to(dtype))
+    with ts.configure(**(TWO_PASSES if kind == "two passes" else {})):
+        found = ts.sdpa(*ours, dropout_p=P, return_lse=True, **more.get(kind, {}))
+        found[0].backward(given[3])
+    wanted[0].backward(given[3].double())
     results = [*found, *(each.grad for each in ours)]
     for one, other in zip(results, [*wanted, *(each.grad for each in exact)], strict=True):
         assert (one.double() - other).norm() <= RTOL * other.norm() + ATOL * math.sqrt(other.numel())
