@@ -8,8 +8,7 @@ from functools import lru_cache, partial
 import ml_dtypes
 import numpy as np
 from attention_runs import run_outputs
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 
 from tiledsched.core import data_files
 from tiledsched.core.space_files import space_for

@@ -17,8 +17,7 @@ from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention_backward import AttentionBackward
-from tiledsched.ops import backward
-from tiledsched.ops import sdpa as serve
+from tiledsched.ops import backward, sdpa as serve
 from tiledsched.ops.backward import sdpa_backward_operator
 from tiledsched.ops.operator import sdpa_lse_operator
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen

@@ -25,8 +25,7 @@ from tiledsched.core.config import Settings
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve import stored
 from tiledsched.serve.entries import layers, load_table
-from tiledsched.store import manifest
-from tiledsched.store import rows as rows_module
+from tiledsched.store import manifest, rows as rows_module
 from tiledsched.store.db import TuningDB
 from tiledsched.store.exchange import export_table, merge_database
 from tiledsched.store.models import Base

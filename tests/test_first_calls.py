@@ -34,8 +34,7 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.ops import plans
-from tiledsched.ops import sdpa as serve
+from tiledsched.ops import plans, sdpa as serve
 from tiledsched.ops.fallback import MOST_SCORES, computes_at_once
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.rivals.offers import Offer, Rival

@@ -30,8 +30,7 @@ from tiledsched.cli import fleet_output, main
 from tiledsched.core import processes
 from tiledsched.core.errors import ConfigError, DatabaseError, Failure, FailureKind, MeasureError
 from tiledsched.core.space_files import space_for
-from tiledsched.fleet import gpus, jobs, local
-from tiledsched.fleet import worker as worker_module
+from tiledsched.fleet import gpus, jobs, local, worker as worker_module
 from tiledsched.fleet.builds import SharedBuilds
 from tiledsched.fleet.campaign import CampaignPlan, Lease, Outcome, Setup
 from tiledsched.fleet.child import Child, why_not

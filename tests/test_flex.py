@@ -98,7 +98,7 @@ TREE = flex_attention(
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
-AHEAD = {"qk_ahead": True, "tile_n": 32, "loop_split": True}
+NARROW = {"store_late": True, "persistent": "strided", "tile_n": 32, "loop_split": True}
 UNEVEN = {"persistent": "snake", "block_order": "reversed", "loop_split": True}
 SPLIT = {"kv_splits": 2, "tma_loads": False, "tile_m": 16}
 LATER = {"kv_splits": 4, "kv_combine": "launch", "loop_split": True}
@@ -106,7 +106,7 @@ PACK = {"pack_gqa": True, "tile_m": 64}
 GROUP = {"heads": 4, "kv_heads": 2}
 CASES = {
     "documents": (SAME, {"batch": 2, **GROUP}, {}),
-    "documents ahead": (SAME, {"batch": 2, "seq_q": 300}, AHEAD),
+    "documents by narrow tiles": (SAME, {"batch": 2, "seq_q": 300}, NARROW),
     "documents and lengths": (SAME, {"batch": 2, "lengths": True, "lse": True}, {"loop_split": True}),
     "one row": (SAME, {"batch": 2, "seq_q": 1, **GROUP}, LATER),
     "few rows": (SAME, {"batch": 2, "seq_q": 64, "lse": True}, {"loop_split": True}),
@@ -114,10 +114,10 @@ CASES = {
     "unbounded": (CAUSAL, {"seq_q": 256, "seq_k": 256}, {"q_subtiles": 2, "kv_subtiles": 2, "check_bounds": False}),
     "uneven": (CAUSAL, {"seq_q": 300, "heads": 3, "kv_heads": 3}, UNEVEN),
     "near": (NEAR, {"seq_q": 300}, {"tile_m": 128, "tile_n": 128, "loop_split": True}),
-    "near with sinks": (NEAR, {"seq_q": 300, "sinks": True, "lse": True}, AHEAD),
+    "near with sinks": (NEAR, {"seq_q": 300, "sinks": True, "lse": True}, NARROW),
     "two parts": (NEAR, {"seq_q": 64, "head_dim": 96}, SPLIT | {"column_parts": 2, "lazy_rescale": True}),
     "late rows": (LATE, {"seq_q": 270, "seq_k": 256, "lse": True}, {"loop_split": True}),
-    "late rows ahead": (LATE, {"seq_q": 270, "seq_k": 256, "lse": True}, AHEAD),
+    "late rows by narrow tiles": (LATE, {"seq_q": 270, "seq_k": 256, "lse": True}, NARROW),
     "heads": (BY_HEAD, {**GROUP, "lse": True}, {"loop_split": True, "tile_n": 32}),
     "packed heads": (BY_HEAD, {"seq_q": 16, "causal": True, **GROUP, "lse": True}, PACK | {"kv_direction": "backward"}),
     "sequences": (BY_SEQUENCE, {"batch": 2, **GROUP}, {"loop_split": True}),
@@ -200,7 +200,7 @@ def compare(p, s, inputs, visible):
     assert np.array_equal(np.isneginf(outputs["Lse"]), ~rows)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"loop_split": True}, AHEAD])
+@pytest.mark.parametrize("knobs", [{}, {"loop_split": True}, NARROW])
 def test_lists_that_are_given_hide_what_they_leave_out(knobs):
     given_lists(knobs)
 
@@ -418,8 +418,7 @@ MUTATIONS = [
     ("HEAD - 1 - (place - variant.partial)", "HEAD - (place - variant.partial)", "uneven"),
     ("HEAD + place), check_bounds=False)", "place), check_bounds=False)", "documents"),
     ("* each + i % each", "* each", "documents"),
-    ("(variant.total - variant.partial) * each", "variant.total * each", "documents ahead"),
-    ("visible = visible & (variant.total > 0)", "pass", "empty"),
+    ("(variant.total - variant.partial) * each", "variant.total * each", "documents by narrow tiles"),
     ("rows_of_work(const) // const.BLOCK_ROWS", "rows_of_work(const) // const.TILE_M", "documents"),
     ("rows_of_work(const) // const.BLOCK_ROWS", "const.TILE_M // const.BLOCK_ROWS", "both packed with lists"),
     ("min(batch, features.Blocks.shape[0] - 1)", "0", "sequences"),
@@ -453,7 +452,7 @@ def test_a_fault_in_the_tile_code_is_noticed(old, new, case):
     with faulty(old, new), contextlib.suppress(InterpreterError):
         if case in special:
             with pytest.raises(AssertionError):
-                special[case](AHEAD if case == "empty" else {})
+                special[case](NARROW if case == "empty" else {})
             return
         kernel, sizes, knobs = CASES[case]
         assert attempt(kernel, *case_of(kernel, sizes, knobs))
@@ -485,7 +484,7 @@ def test_a_fault_in_the_kernel_of_lists_is_noticed(old, new, mask):
         assert all_lists(copy, mask, [(129, 129), (300, 300), (256, 257)])
 
 
-@pytest.mark.parametrize("knobs", [{"loop_split": True}, AHEAD])
+@pytest.mark.parametrize("knobs", [{"loop_split": True}, NARROW])
 def test_a_list_that_calls_a_partial_block_full_is_noticed(knobs):
     p, s = case_of(CAUSAL, {}, knobs)
     inputs = made(p)

@@ -23,8 +23,7 @@ import tiledsched as ts
 from docs.studies import flex_variants
 from tiledsched import configure
 from tiledsched.core.errors import DeclarationError, LaunchError, ProblemError, UnsupportedError
-from tiledsched.ops import block_masks, plans
-from tiledsched.ops import flex as front
+from tiledsched.ops import block_masks, flex as front, plans
 from tiledsched.ops.block_masks import BlockMask
 
 pytestmark = pytest.mark.usefixtures("fresh")

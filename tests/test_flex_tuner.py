@@ -195,7 +195,7 @@ def test_a_variant_without_a_name_in_a_module_is_refused_until_it_has_one() -> N
 
 LARGE = [Attention.problem(**SIZES, causal=causal) for causal in (False, True)]
 FULL, CAUSAL = LARGE
-WINNERS = [SPACE.default(p).replace(tile_m=128, tile_n=64, num_worker_warps=8, occupancy=1) for p in LARGE]
+WINNERS = [SPACE.default(p).replace(tile_m=128, tile_n=64, num_worker_warps=8, occupancy=2) for p in LARGE]
 GATED = replace(
     SUMMARY, accuracy=Accuracy(max_abs_error=1e-3, worst_tile_error=1e-3, worst_tile=(0, 0, 0), repeatable=True)
 )
@@ -238,13 +238,26 @@ def test_a_variants_own_measurements_come_first_and_a_models_choice_for_it_does_
 
 
 def test_what_is_illegal_for_a_variant_is_not_served_but_the_nearest_legal_schedule_is() -> None:
-    wide = LENT[1].schedule.replace(q_subtiles=2, unroll=2, peel_first=False)
+    wide = LENT[1].schedule.replace(tile_m=64, q_subtiles=2, unroll=2, peel_first=False)
     found = served(LISTED, [LENT[1].replace(schedule=wide)])
     assert not space_for("sm_90", LISTED).unworkable(found.schedule, LISTED.problem(**SIZES))
     assert {knob: found.schedule[knob] for knob in wide if found.schedule[knob] != wide[knob]} in (
-        {"q_subtiles": 1, "unroll": 1},
-        {"q_subtiles": 1, "unroll": 1, "peel_first": True},
+        {"unroll": 1},
+        {"unroll": 1, "peel_first": True},
     )
+
+
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, (128, 64, 8)), (128, (64, 128, 4))])
+def test_on_hopper_a_winner_of_large_tiles_lends_its_other_knobs_only(head_dim, tile) -> None:
+    p = Attention.problem(**SIZES | {"head_dim": head_dim})
+    large = SPACE.default(p).replace(tile_m=128, tile_n=128, num_worker_warps=8, persistent="strided", latency_k=2)
+    found = lent(entry(p, schedule=large, runner_up=large.replace(qk_ahead=True)), SCORED)
+    m, n, warps = tile
+    small = {"tile_m": m, "tile_n": n, "num_worker_warps": warps, "occupancy": 2}
+    assert (found.schedule, found.runner_up) == (large.replace(**small), None)
+    assert lent(entry(p, schedule=found.schedule), SCORED).schedule == found.schedule
+    for kept in (entry(p, schedule=large, arch="sm_121"), entry(p.replace(head_dim=256), schedule=large)):
+        assert lent(kept, SCORED).schedule == large
 
 
 def test_only_the_kernel_whose_space_it_has_lends_to_a_kernel() -> None:

@@ -22,8 +22,7 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.backends import flash_attention_4, raced
 from tiledsched.kernels.attention_backward.backends import raced as raced_backward
 from tiledsched.kernels.attention_backward.declaration import AttentionBackward
-from tiledsched.ops import plans
-from tiledsched.ops import sdpa as serve
+from tiledsched.ops import plans, sdpa as serve
 from tiledsched.ops.bench import choose_methods, methods_of
 from tiledsched.rivals.bench import BenchOptions, TorchHarness, run_bench
 from tiledsched.rivals.methods import OURS, SERVED, as_stored, as_tensors, case_error, make_case

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_samples import DEVICE as GPU
-from store_samples import TOOLCHAIN, entry, measurement
+from store_samples import DEVICE as GPU, TOOLCHAIN, entry, measurement
 from test_declaration import DEVICE, RowSums, declare, own_names  # noqa: F401  # a fixture of every test here
 from test_refresh import put_measured, toolchain
 

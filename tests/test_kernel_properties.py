@@ -38,17 +38,11 @@ from test_kernel_features import STRUCTURES
 from tiledsched.core import launches
 from tiledsched.core.device import arch_spec
 from tiledsched.interpreter import SmallDevice
-from tiledsched.kernels.attention import Attention, entries, entries_source
+from tiledsched.kernels.attention import Attention, entries
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS, coordinates, snake
 from tiledsched.kernels.attention.tiles import Constants
 from tiledsched.kernels.attention.tiling import rows_per_tile
-
-
-def test_the_kernels_are_those_that_their_source_writes():
-    """A constant was added: run python -m tiledsched.kernels.attention.entries_source."""
-    assert entries_source.PATH.read_text(encoding="utf-8") == entries_source.source()
-
 
 # ---- drawn problems and schedules ------------------------------------------------------------------------------------
 

@@ -34,8 +34,7 @@ from tiledsched.core.errors import ConfigError, LaunchError, ProblemError, Unsup
 from tiledsched.core.launches import signature as signature_of
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.measure.runner import Device
-from tiledsched.serve import execute, process
-from tiledsched.serve import plan as serve_plan
+from tiledsched.serve import execute, plan as serve_plan, process
 from tiledsched.serve.bundle import BundledProgram, write_bundle
 from tiledsched.serve.op import _unpickled
 from tiledsched.serve.plan import overlaps_itself, scratch_of

@@ -15,8 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.ops import plans
-from tiledsched.ops import sdpa as serve
+from tiledsched.ops import plans, sdpa as serve
 from tiledsched.serve import plan_cache, process
 
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -8,8 +8,7 @@ import pickle
 import numpy
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tiledsched as ts
 from tiledsched.core.errors import ProblemError

@@ -34,8 +34,7 @@ from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, MeasureError
 from tiledsched.core.labels import format_problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.remember import machine as machines
-from tiledsched.remember import replacing
+from tiledsched.remember import machine as machines, replacing
 from tiledsched.remember.__main__ import main as run_program
 from tiledsched.remember.declaration import stored_kernel
 from tiledsched.remember.description import Request

@@ -6,8 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from report_samples import PROBLEM, SOURCE, TOOLCHAIN, add_times, grid, plain, problem_of, report_of, taken
 
 from tiledsched.cli import main

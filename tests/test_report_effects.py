@@ -8,8 +8,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from report_samples import problem_of
 from scipy.stats import ttest_1samp
 

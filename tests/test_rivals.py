@@ -220,8 +220,7 @@ from cuda.tile import TileError
 from serve_on_cpu import capturing, expected, on_another_stream, tensors
 
 from tiledsched import explain
-from tiledsched.ops import plans
-from tiledsched.ops import sdpa as serve
+from tiledsched.ops import plans, sdpa as serve
 from tiledsched.serve import process
 from tiledsched.serve.op import op
 

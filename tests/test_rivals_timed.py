@@ -22,8 +22,7 @@ from test_measure_gpu import PROBLEM, candidate
 
 from tiledsched.checking.inputs import make_cases
 from tiledsched.core.errors import MeasureError, UnsupportedError
-from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention import backends as attention_rivals
+from tiledsched.kernels.attention import Attention, backends as attention_rivals
 from tiledsched.measure.arrays import ProblemArrays
 from tiledsched.measure.torch_timing import CYCLES_PER_US, TorchStopwatch, host_cost_us
 from tiledsched.ops.bench import methods_of

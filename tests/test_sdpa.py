@@ -26,11 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from tiledsched import configure
 from tiledsched.core.errors import LaunchError, ProblemError, UnsupportedError
 from tiledsched.measure.runner import Device
-from tiledsched.ops import plans
-from tiledsched.ops import sdpa as serve
-from tiledsched.serve import plan as serve_plan
-from tiledsched.serve import plan_cache
-from tiledsched.serve import transfer as policy
+from tiledsched.ops import plans, sdpa as serve
+from tiledsched.serve import plan as serve_plan, plan_cache, transfer as policy
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

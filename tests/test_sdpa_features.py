@@ -15,12 +15,10 @@ from serve_on_cpu import TOLERANCE, tensors
 from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.kernels.attention import Attention
-from tiledsched.ops import plans
-from tiledsched.ops import sdpa as serve
+from tiledsched.ops import plans, sdpa as serve
 from tiledsched.ops.plans import AttentionCall
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
-from tiledsched.serve import plan as serve_plan
-from tiledsched.serve import process
+from tiledsched.serve import plan as serve_plan, process
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 

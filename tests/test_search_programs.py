@@ -15,8 +15,7 @@ import pytest
 from fake_builds import FakeBuilds
 from store_samples import TOOLCHAIN, artifact
 
-from tiledsched.build import compiler
-from tiledsched.build import pool as pool_module
+from tiledsched.build import compiler, pool as pool_module
 from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore

@@ -12,8 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from fake_builds import FakeBuilds
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact

@@ -10,8 +10,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from store_samples import (
     DEVICE,
     PROBLEM,

@@ -28,8 +28,7 @@ from tiledsched.store.db import TuningDB
 from tiledsched.studies.ablation import pages as ablation
 from tiledsched.studies.ablation.ladder import AblationRow
 from tiledsched.studies.ablation.run import replay_ablation
-from tiledsched.studies.evaluation import pages as evaluation
-from tiledsched.studies.evaluation import run as tiles
+from tiledsched.studies.evaluation import pages as evaluation, run as tiles
 from tiledsched.studies.evaluation.rows import COLUMNS, TILING_COLUMNS, TilingRow, problems, result_of
 from tiledsched.studies.evaluation.run import run_evaluation, write_pages
 from tiledsched.studies.ladder import pages as ladder

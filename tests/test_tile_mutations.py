@@ -17,8 +17,7 @@ from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.cases import call_reference
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
-from tiledsched.interpreter import InterpreterError, SmallDevice
-from tiledsched.interpreter import run_schedule as run
+from tiledsched.interpreter import InterpreterError, SmallDevice, run_schedule as run
 from tiledsched.interpreter.contraction import Arithmetic
 from tiledsched.kernels.cross_entropy import CrossEntropy
 from tiledsched.kernels.glu import Glu

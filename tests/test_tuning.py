@@ -12,8 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from test_search_tuner import LANDSCAPES, Recorded
-from test_search_tuner import tune as tune_recorded
+from test_search_tuner import LANDSCAPES, Recorded, tune as tune_recorded
 
 import tiledsched as ts
 from tiledsched.build.compiler import BuildTask, compile_task, prepare_process

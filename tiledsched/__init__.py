@@ -9,35 +9,34 @@ if TYPE_CHECKING:
     from tiledsched.core.config import configure as configure
     from tiledsched.core.cost import Cost as Cost
     from tiledsched.core.errors import TiledschedError as TiledschedError
-    from tiledsched.core.fields import array as array
-    from tiledsched.core.fields import arrays as arrays
-    from tiledsched.core.fields import choice as choice
-    from tiledsched.core.fields import copy as copy
-    from tiledsched.core.fields import dim as dim
-    from tiledsched.core.fields import dtype as dtype
-    from tiledsched.core.fields import flag as flag
-    from tiledsched.core.fields import inout as inout
-    from tiledsched.core.fields import knob as knob
-    from tiledsched.core.fields import out as out
-    from tiledsched.core.fields import outs as outs
-    from tiledsched.core.fields import scalar as scalar
-    from tiledsched.core.fields import sizes as sizes
-    from tiledsched.core.fields import workspace as workspace
-    from tiledsched.core.fields import zero as zero
+    from tiledsched.core.fields import (
+        array as array,
+        arrays as arrays,
+        choice as choice,
+        copy as copy,
+        dim as dim,
+        dtype as dtype,
+        flag as flag,
+        inout as inout,
+        knob as knob,
+        out as out,
+        outs as outs,
+        scalar as scalar,
+        sizes as sizes,
+        workspace as workspace,
+        zero as zero,
+    )
     from tiledsched.core.kernel import Kernel as Kernel
     from tiledsched.core.problem import Problem as Problem
     from tiledsched.core.registry import load_kernel as load_kernel
     from tiledsched.core.schedule import Schedule as Schedule
     from tiledsched.core.similarity import Similarity as Similarity
     from tiledsched.core.space import SearchSpace as SearchSpace
-    from tiledsched.core.space_files import load_space as load_space
-    from tiledsched.core.space_files import space_for as space_for
-    from tiledsched.kernels.attention.loads import load_by_distance as load_by_distance
-    from tiledsched.kernels.attention.loads import load_tile as load_tile
+    from tiledsched.core.space_files import load_space as load_space, space_for as space_for
+    from tiledsched.kernels.attention.loads import load_by_distance as load_by_distance, load_tile as load_tile
     from tiledsched.kernels.attention.variants import flex_attention as flex_attention
     from tiledsched.kernels.cross_entropy.front import cross_entropy as cross_entropy
-    from tiledsched.kernels.glu.front import geglu as geglu
-    from tiledsched.kernels.glu.front import swiglu as swiglu
+    from tiledsched.kernels.glu.front import geglu as geglu, swiglu as swiglu
     from tiledsched.kernels.grouped_matmul.front import grouped_matmul as grouped_matmul
     from tiledsched.kernels.layer_norm.front import layer_norm as layer_norm
     from tiledsched.kernels.matmul.front import matmul as matmul
@@ -45,21 +44,17 @@ if TYPE_CHECKING:
     from tiledsched.kernels.rope.front import rope as rope
     from tiledsched.kernels.scaled_matmul.front import scaled_matmul as scaled_matmul
     from tiledsched.kernels.softmax.front import softmax as softmax
-    from tiledsched.ops.block_masks import BlockMask as BlockMask
-    from tiledsched.ops.block_masks import block_mask as block_mask
+    from tiledsched.ops.block_masks import BlockMask as BlockMask, block_mask as block_mask
     from tiledsched.ops.flex import flex as flex
-    from tiledsched.ops.sdpa import explain as explain
-    from tiledsched.ops.sdpa import sdpa as sdpa
-    from tiledsched.ops.varlen import sdpa_paged as sdpa_paged
-    from tiledsched.ops.varlen import sdpa_varlen as sdpa_varlen
+    from tiledsched.ops.sdpa import explain as explain, sdpa as sdpa
+    from tiledsched.ops.varlen import sdpa_paged as sdpa_paged, sdpa_varlen as sdpa_varlen
     from tiledsched.remember.replacing import remember as remember
     from tiledsched.remember.search import exhaustive_search as exhaustive_search
     from tiledsched.serve.capture import capture as capture
     from tiledsched.serve.op import op as op
     from tiledsched.serve.process import batch_invariant as batch_invariant
     from tiledsched.serve.ranks import check_ranks as check_ranks
-    from tiledsched.tuning.session import check as check
-    from tiledsched.tuning.session import tune as tune
+    from tiledsched.tuning.session import check as check, tune as tune
 
 __version__ = "0.1.0"
 _HOMES = {

@@ -5,7 +5,7 @@ r"""Mask tensors of `sdpa` on a GPU, served by our kernel: compared with torch's
     python -m docs.studies.attention_masks times --cells boolean        # and `--cells bfloat16,float32` on another GPU
 
 `right` compares outputs and the gradients of q, k and v at odd sizes. Its criterion is that of torch's own test of masks,
-`test_mem_efficient_attention_attn_mask_vs_math_ref_grads` (test/test_transformers.py of torch 2.9): the largest error may be so
+`test_mem_efficient_attention_attn_mask_vs_math_ref_grads` (test/test_transformers.py of 2025): the largest error may be so
 many times as large as that of torch's math backend in bfloat16. What is true is computed by the math backend in float64.
 
 `times` times `sdpa` with the setting `masks = own` beside torch's efficient backend, and its cuDNN backend where that takes the
@@ -17,7 +17,6 @@ L2 cache. The outputs are compared, too.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 import time
 import warnings
@@ -129,7 +128,7 @@ def masks(rows: int, keys: int, device: str) -> Iterator[tuple[str, Any]]:
         seen = torch.rand(2, 4, rows, keys, device=device) < (1.0 if content == "all seen" else 0.6)
         if content == "rows hidden":
             seen[0, :, ::3] = seen[1, :, -1:] = False
-        added = torch.randn(seen.shape, device=device).masked_fill(~seen, -math.inf)
+        added = torch.randn(seen.shape, device=device).masked_fill(~seen, -torch.inf)
         mask = seen if kind == "boolean" else added.to(getattr(torch, kind))
         yield f"{kind}, {content}, {form}", FORMS[form](mask)
 
@@ -154,9 +153,8 @@ def right(
 
     import tiledsched as ts
 
-    for rows, keys in sizes:
-        chosen = (each for each in enumerate(masks(rows, keys, device)) if any(word in each[1][0] for word in cells))
-        for place, (name, mask) in chosen:
+    for place, (rows, keys) in enumerate(sizes):  # all masks of a size share programs
+        for name, mask in (each for each in masks(rows, keys, device) if any(word in each[0] for word in cells)):
             width, kv_heads = 64 << place % 2, 2 << place // 2 % 2
             shapes = ((4, rows), (kv_heads, keys), (kv_heads, keys), (4, rows))
             *given, above = (normal(seed, 2, *shape, width, device=device) for seed, shape in enumerate(shapes))
@@ -203,8 +201,8 @@ def times(cells: Sequence[str]) -> Iterator[dict[str, Any]]:
         calls = {name: each for name, of in tried.items() if (each := first_that_runs(f"{cell}, {name}", of))}
         us = medians_us(calls)
         both = [each for each in BACKENDS if {each, "tiledsched"} <= us.keys()]
-        error = relative_error(calls["tiledsched"](), calls["efficient"]()) if "efficient" in both else math.nan
-        row: dict[str, Any] = {"cell": cell} | {f"{each}_us": round(us.get(each, math.nan), 2) for each in tried}
+        error = relative_error(calls["tiledsched"](), calls["efficient"]()) if "efficient" in both else float("nan")
+        row: dict[str, Any] = {"cell": cell} | {f"{each}_us": round(us.get(each, float("nan")), 2) for each in tried}
         row |= {f"over_{each}": round(us[each] / us["tiledsched"], 4) if each in both else "" for each in BACKENDS}
         yield row | {"error": round(error, 5), "good": error <= LARGEST_ERROR and row["over_efficient"] > 1}
 

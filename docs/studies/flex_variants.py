@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import math
 import statistics
@@ -47,6 +48,8 @@ NAMES = (
     "block_sparse",
     "dense_bias",
 )
+SMALL_BLOCKS = "block_sparse_64"
+"""The pattern of blocks of 64, a quarter of those that kernels skip; with `--variants` only."""
 ODD = ((1, 1), (63, 64), (129, 128), (300, 64), (1000, 128))
 """Keys, and columns of a head, of the problems that are compared."""
 TOKENS, HIDDEN, NODES = 16384, 2048, 64
@@ -147,15 +150,16 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
             return (k < keys - nodes) | ancestors[b, q, (k - (keys - nodes)).clamp(min=0)]
 
         return Compared(mask=variants.tree, arrays=(context, ancestors), torch_mask=in_path, rows=nodes)
-    if name == "block_sparse":
-        blocks = -(-keys // 64)
+    if name in ("block_sparse", SMALL_BLOCKS):
+        side = 64 if name == SMALL_BLOCKS else 128
+        blocks = -(-keys // side)
         pattern = torch.rand(heads, blocks, blocks, generator=chance) < 0.2
         pattern |= torch.eye(blocks, dtype=torch.bool)
         pattern = pattern.to(device)
         return Compared(
-            mask=variants.block_sparse(64),
+            mask=variants.block_sparse(side),
             arrays=(pattern,),
-            torch_mask=lambda b, h, q, k: pattern[h, q // 64, k // 64],
+            torch_mask=lambda b, h, q, k: pattern[h, q // side, k // side],
         )
     assert name == "dense_bias", name
     values = torch.randn(1, heads, keys, keys, generator=chance).to(device).bfloat16()
@@ -186,7 +190,8 @@ def torch_call(of: Compared, q: Any, k: Any, v: Any, backend: str = "", compiled
 
     mask = None
     if of.torch_mask:
-        make = torch.compile(flex.create_block_mask) if compiled else flex.create_block_mask
+        large = compiled and q.shape[2] > 16384  # else all pairs fit into memory
+        make = torch.compile(flex.create_block_mask) if large else flex.create_block_mask
         mask = make(of.torch_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device)
     attend = torch.compile(flex.flex_attention, dynamic=False) if compiled else flex.flex_attention
     more = {"kernel_options": {"BACKEND": backend}} if backend else {}
@@ -216,8 +221,9 @@ def methods_of(name: str, of: Compared, q: Any, k: Any, v: Any) -> dict[str, Cal
     makers: dict[str, Callable[[], Callable[[], Any]]] = {
         "tiledsched": lambda: own_call(of, q, k, v),
         "flex": lambda: torch_call(of, q, k, v),
-        "flash": lambda: torch_call(of, q, k, v, "FLASH"),
     }
+    if importlib.util.find_spec("flash_attn"):
+        makers["flash"] = lambda: torch_call(of, q, k, v, "FLASH")
     if name == "dense_bias":
         attend = torch.nn.functional.scaled_dot_product_attention
         makers["sdpa"] = lambda: partial(attend, q, k, v, attn_mask=of.arrays[0])
@@ -366,7 +372,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, time or count; 1 if an output is wrong."""
     parser = parser_with(
         flag("what", choices=["right", "times", "compile", "compiles"]),
-        flag("--variants", type=words(NAMES), default=list(NAMES), help="the variants, with commas between them"),
+        flag(
+            "--variants",
+            type=words((*NAMES, SMALL_BLOCKS)),
+            default=list(NAMES),
+            help="the variants, with commas between them",
+        ),
         flag("--sizes", type=integers, default=[1024, 4096, 16384, 32768], help="keys of the problems that are timed"),
         flag("--widths", type=integers, default=[64, 128], help="columns of their heads"),
         flag("--most-seconds", type=positive, default=3600, help="seconds after which nothing more is timed"),

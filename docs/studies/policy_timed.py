@@ -29,8 +29,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.suites import drawn
 from tiledsched.measure.estimate import Timing
-from tiledsched.report.document import Table as Printed
-from tiledsched.report.document import to_markdown
+from tiledsched.report.document import Table as Printed, to_markdown
 from tiledsched.rivals.bench import BenchOptions, TorchHarness, run_bench
 from tiledsched.rivals.rows import TIMES
 from tiledsched.serve import process

@@ -382,8 +382,7 @@ def profile(
     tiledsched study profile -p B=4,H=32,S=4096,D=128 --sass
     """
     from tiledsched.studies.profile import pages
-    from tiledsched.studies.profile.run import find_ncu, profiled_methods, versions
-    from tiledsched.studies.profile.run import profile as run_profile
+    from tiledsched.studies.profile.run import find_ncu, profile as run_profile, profiled_methods, versions
 
     problems = named_problems(kernel, problem, suite)
     if len(problems) > MOST_PROFILES:

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiledsched.core.problem import Problem, rate_of, unit_of
-from tiledsched.report.document import Table
-from tiledsched.report.document import to_markdown as document_markdown
+from tiledsched.report.document import Table, to_markdown as document_markdown
 from tiledsched.rivals.methods import FLASH_4, MATMUL, OURS
 from tiledsched.rivals.rows import BenchRow
 

@@ -96,8 +96,7 @@ def show(
     if landscapes:
         return _show_landscapes(run, kernel, arch)
     from tiledsched.build.toolchain import compiler_at_hand
-    from tiledsched.serve.entries import combined
-    from tiledsched.serve.entries import layers as load_layers
+    from tiledsched.serve.entries import combined, layers as load_layers
     from tiledsched.store.evidence import for_compiler
 
     bare = not (problem or arch or provenance or regime or device or compiler or layers or run.json)

@@ -660,6 +660,11 @@ class Declaration:
         return cls.space not in ("", cls.name)
 
     @classmethod
+    def adapted(cls, p: Problem, s: Schedule, arch: str) -> Schedule:
+        """The schedule that serves this kernel where `s` won on a problem of the kernel whose search space this one has."""
+        return s
+
+    @classmethod
     def problem_kind(cls, p: Problem) -> tuple[Any, ...]:
         """The values of all fields of a problem that are not run-time sizes."""
         return tuple(p.values[name] for name, each in cls.fields.items() if not isinstance(each, Dim) or each.constant)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiledsched.fleet.campaign import Limits as Limits
-    from tiledsched.fleet.running import plan as plan
-    from tiledsched.fleet.running import run as run
+    from tiledsched.fleet.running import plan as plan, run as run
 
 __all__ = ["Limits", "plan", "run"]
 

@@ -93,13 +93,22 @@ class OneFunction:
         return found
 
 
-class RowKernel(OneFunction):
+class RowFields:
+    """The fields of kernels over whole rows, and what each of their schedules must keep to; each is a :class:`Kernel`, too."""
+
+    rows = ts.dim()
+    columns = ts.dim(constant=True, most=65536)
+    dtype = ts.dtype("bfloat16", "float16")
+
+    constraints: ClassVar[Mapping[str, str]] = CONSTRAINTS
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = DERIVED
+
+
+class RowKernel(RowFields, OneFunction):
     """What the declarations of kernels over whole rows share; each is a :class:`Kernel`, too."""
 
     knobs: ClassVar[Mapping[str, Any]] = KNOBS
-    constraints: ClassVar[Mapping[str, str]] = CONSTRAINTS
     exploring: ClassVar[Mapping[str, str]] = EXPLORING
-    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = DERIVED
     plain: ClassVar[Mapping[str, Any]] = MappingProxyType({"HOLD": True, "PERSISTENT": False})
     batch_dims: ClassVar[tuple[str, ...]] = ("rows",)
 

@@ -10,10 +10,14 @@ wants many bytes under way at once: through the TMA unit, by several blocks on a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cuda.tile as ct
 
+Int = ct.Constant[int]
+Bool = ct.Constant[bool]
+LOG2_E = 1.0 / math.log(2.0)
 PLAIN, TMA, GATHER = range(3)
 """How rows move, by the index into `row_schedules.LOADS`."""
 

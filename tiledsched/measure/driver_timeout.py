@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotDoneError
+from concurrent.futures import Future, TimeoutError as NotDoneError
 from typing import Any, TypeVar
 
 from tiledsched.core.errors import MeasureError

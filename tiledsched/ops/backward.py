@@ -27,7 +27,8 @@ from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
 from tiledsched.serve.execute import has_tangent, in_layout, is_transformed, launch_first, launch_plan
-from tiledsched.serve.flops import inform_counters, set_formula
+from tiledsched.serve.flops import inform_counters
+from tiledsched.serve.op import define
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.schema import Output
@@ -382,12 +383,10 @@ def backward_flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given
     return 2 * pairs * int(q.shape[1]) * int(3 * q.shape[3] + 2 * v.shape[3])
 
 
-def register(schema: str, launch: Any, fake: Any, formula: Any) -> Any:
+def register(name: str, schema: str, launch: Any, fake: Any, formula: Any) -> Any:
     """Define an operator of gradients, which has none of its own, and return it; the arguments are those of
-    :func:`tiledsched.ops.operator.register`."""
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    operator = getattr(torch.ops.tiledsched, name).default
+    :func:`tiledsched.serve.op.define`."""
+    library, operator = define(f"tiledsched::{name}", schema, launch, fake, formula)
 
     def autograd(*given: Any) -> Any:
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
@@ -398,15 +397,10 @@ def register(schema: str, launch: Any, fake: Any, formula: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*given)
 
-    for key in ("CUDA", "CPU"):
-        _library.impl(name, launch, key)
-    _library.impl(name, autograd, "Autograd")
-    torch.library.register_fake(f"tiledsched::{name}", fake, lib=_library)
-    set_formula(operator, formula)
+    library.impl(name, autograd, "Autograd")
     return operator
 
 
-_library = torch.library.Library("tiledsched", "FRAGMENT")
 sdpa_backward_operator = register(
-    f"sdpa_backward({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _launch, _fake, backward_flops
+    "sdpa_backward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _launch, _fake, backward_flops
 )

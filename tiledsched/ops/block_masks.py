@@ -19,12 +19,12 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.lists import lists_kernel
 from tiledsched.kernels.attention.torch_mods import tile_mods
-from tiledsched.kernels.attention.variants import BLOCK, HEAD, variant
+from tiledsched.kernels.attention.variants import BLOCK, HEAD, ordered_blocks, variant
 from tiledsched.ops.arguments import check_tensors
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
 from tiledsched.serve.execute import is_plain_call, launch_first, launch_plan
-from tiledsched.serve.op import on_host
+from tiledsched.serve.op import define, on_host
 from tiledsched.serve.plan import Plan, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.schema import Output
@@ -37,7 +37,6 @@ cache: PlanCache[Plan] = PlanCache(call_key)
 """Plans of the kernels that fill lists."""
 found: PlanCache[Any] = PlanCache(call_key)
 """Block masks of functions that take no arrays, by function, sizes, device and stream."""
-_library = torch.library.Library("tiledsched", "FRAGMENT")
 _traced = torch.compiler.is_dynamo_compiling
 
 
@@ -99,16 +98,9 @@ class BlockMask:
                 f"seen and full must be boolean tensors of one shape, got {seen.dtype} {tuple(seen.shape)} and {full.dtype} "
                 f"{tuple(full.shape)}"
             )
-        count = seen.shape[-1]
-        numbers = torch.arange(count, device=seen.device)
+        numbers = torch.arange(seen.shape[-1], device=seen.device)
         full = full & ((numbers + 1) * BLOCK <= keys)
-        partial = seen & ~full
-        # In rising order: those seen in part by number, those not seen, and those seen in full by falling number.
-        rank = torch.where(partial, numbers, torch.where(full, 3 * count - numbers, count))
-        order = rank.argsort(dim=-1, stable=True)
-        order = order * (partial | full).gather(-1, order)
-        head = torch.stack([partial.sum(-1), (partial | full).sum(-1)], -1)
-        return cls(torch.cat([head, order], -1).to(torch.int32), mask_mod, rows, keys)
+        return cls(ordered_blocks(torch, numbers, seen & ~full, full).to(torch.int32), mask_mod, rows, keys)
 
     def states(self) -> Tensor:
         """`[1 or batch, 1 or heads, row blocks, key blocks]` uint8 on the CPU: 0 for blocks that no row sees, 1 for those seen in
@@ -297,14 +289,9 @@ def _make_plan(
     return make_plan(decision, inputs, {"Blocks": output}, {})
 
 
-def _register() -> Any:
-    schema = "block_lists(Tensor q, Tensor k, Tensor[] arrays, str kernel) -> Tensor"
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CUDA", "CPU"):
-        _library.impl("block_lists", fill_lists, key)
-    fake = lambda q, k, arrays, kernel: q.new_empty(shape_of_lists(kernel, q, k), dtype=torch.int32)  # noqa: E731
-    torch.library.register_fake("tiledsched::block_lists", fake, lib=_library)
-    return torch.ops.tiledsched.block_lists.default
-
-
-lists_operator = _register()
+_, lists_operator = define(
+    "tiledsched::block_lists",
+    "(Tensor q, Tensor k, Tensor[] arrays, str kernel) -> Tensor",
+    fill_lists,
+    lambda q, k, arrays, kernel: q.new_empty(shape_of_lists(kernel, q, k), dtype=torch.int32),
+)

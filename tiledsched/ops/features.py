@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -32,8 +33,10 @@ class AttentionFeatures(FeatureArguments):
     """Computes them from q, k, v and the scale; None where torch's attention does."""
     gradients_by_reference: ClassVar[Any] = None
     """Computes the gradients of a `BackwardCall`; None likewise."""
+    forward_operator: ClassVar[Any] = None
+    """Computes the output and the log-sum-exp in compiled graphs, from q, k, v and the scale; None for `sdpa_lse`."""
     backward_operator: ClassVar[Any] = None
-    """Computes gradients in compiled graphs; None for `sdpa_backward`."""
+    """Computes gradients there; None for `sdpa_backward`."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -62,6 +65,10 @@ class AttentionFeatures(FeatureArguments):
             "lengths": lengths,
             "packed": packed or 0,
         }
+
+    def with_tensors(self, tensors: Sequence[Any]) -> AttentionFeatures:
+        """The same features with other tensors, in the order of :attr:`tensors`."""
+        return AttentionFeatures._make((*self[:2], *tensors, *self[8:]))
 
     @property
     def is_varlen(self) -> bool:

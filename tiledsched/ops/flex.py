@@ -23,8 +23,7 @@ from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention_backward.variants import gradient_of
 from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
-from tiledsched.ops.backward import backward_flops, differentiate, gradients, read_call
-from tiledsched.ops.backward import register as register_gradients
+from tiledsched.ops.backward import backward_flops, differentiate, read_call, register as register_gradients
 from tiledsched.ops.block_masks import (
     BlockMask,
     by_name,
@@ -36,7 +35,14 @@ from tiledsched.ops.block_masks import (
     variant_named,
 )
 from tiledsched.ops.features import AttentionFeatures
-from tiledsched.ops.operator import attend, cast_for_autocast, empty_results, forward_flops, register
+from tiledsched.ops.operator import (
+    DifferentiableAttention,
+    attend,
+    cast_for_autocast,
+    empty_results,
+    forward_flops,
+    register,
+)
 from tiledsched.ops.plans import AttentionCall, cache, plan_key
 from tiledsched.serve import process
 from tiledsched.serve.execute import has_tangent, is_plain_call, is_transformed, launch_plan
@@ -239,6 +245,14 @@ class FlexFeatures(AttentionFeatures):
         made = zip((q, k, v), (factor * found[0], *found[1:]), strict=True)
         return [torch.empty_like(like).copy_(torch.from_numpy(each)) for like, each in made]
 
+    def with_tensors(self, tensors: Sequence[Any]) -> FlexFeatures:
+        """The same kernel for other arrays, without lists of blocks: gradients need none."""
+        return FlexFeatures(self.kernel.name, None, tensors)
+
+    def forward_operator(self, q: Any, k: Any, v: Any, scale: float | None) -> Any:
+        """The output and the log-sum-exp by the operator that compiled graphs hold."""
+        return flex_lse_operator(q, k, v, self.lists, list(self.arrays), self.kernel.name, scale)
+
     def backward_operator(self, *given: Any) -> Any:
         """The gradients of q, k and v by the operator that compiled graphs hold."""
         *tensors, scale, deterministic = given
@@ -396,35 +410,6 @@ def _attend(
     return result
 
 
-class DifferentiableFlex(torch.autograd.Function):
-    """A call that saves what its gradients need: q, k, v, the output, one number for each of its rows, and the arrays."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Any, k: Any, v: Any, lists: Any, kernel: str, scale: float | None, lse: bool, *arrays: Any
-    ) -> Any:
-        """The output; with `lse` also the log-sum-exp."""
-        ctx.set_materialize_grads(False)
-        with torch._C._AutoDispatchBelowAutograd():
-            out, sums = flex_lse_operator(q, k, v, lists, list(arrays), kernel, scale)
-        ctx.save_for_backward(q, k, v, out, sums, *arrays)
-        ctx.options = kernel, scale
-        return (out, sums) if lse else out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
-        """The gradients of q, k and v."""
-        q, k, v, out, sums, *arrays = ctx.saved_tensors
-        kernel, scale = ctx.options
-        found: tuple[Any, ...] = (None,) * 3
-        if dout is not None or dlse is not None:
-            found = gradients(dout, dlse, (q, k, v, out, sums), None, scale, FlexFeatures(kernel, None, arrays), None)[
-                :3
-            ]
-        wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
-        return (*wanted, *[None] * (len(ctx.needs_input_grad) - 3))
-
-
 def _register(name: str, result: str, lse: bool) -> Any:
     """`tiledsched::flex`, or `flex_lse`."""
 
@@ -438,7 +423,8 @@ def _register(name: str, result: str, lse: bool) -> Any:
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
             _check_differentiable(arrays)
             gradient_of(kernel_named(given[0]))  # type: ignore[arg-type]  # refuses functions without a known derivative
-            return DifferentiableFlex.apply(q, k, v, lists, *given, lse, *arrays)
+            features = FlexFeatures(given[0], lists, arrays)
+            return DifferentiableAttention.apply(q, k, v, None, None, given[1], features, None, lse, None)
         if not is_transformed() and are_ordinary(tensors if lists is None else (*tensors, lists)):
             return launch(q, k, v, lists, arrays, *given)
         with torch._C._AutoDispatchBelowAutograd():
@@ -451,7 +437,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
         return forward_flops(q, k, v, out_val=out_val)
 
     arguments = "Tensor q, Tensor k, Tensor v, Tensor? lists, Tensor[] arrays, str kernel, float? scale"
-    return register(f"{name}({arguments}) -> {result}", launch, fake, autograd, flops)
+    return register(name, f"({arguments}) -> {result}", launch, fake, autograd, flops)
 
 
 flex_operator = _register("flex", "Tensor", lse=False)
@@ -485,7 +471,8 @@ def _launch_backward(
 
 
 flex_backward_operator = register_gradients(
-    "flex_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor[] arrays, str kernel, "
+    "flex_backward",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor[] arrays, str kernel, "
     "float? scale, bool? deterministic) -> (Tensor, Tensor, Tensor)",
     _launch_backward,
     lambda dout, q, k, v, *given: tuple(map(torch.empty_like, (q, k, v))),

@@ -1,8 +1,7 @@
 """`tiledsched::sdpa` and `tiledsched::sdpa_lse`: the kernel as operators of torch.
 
-Registered with `torch.library.Library` and not `custom_op`, whose wrappers cost more than the launch. The operators work
-under `torch.compile`, `torch.export`, CUDA graphs and autocast. Where gradients are required both run `sdpa_lse`, whose results
-are saved for `tiledsched::sdpa_backward`.
+The operators work under `torch.compile`, `torch.export`, CUDA graphs and autocast. Where gradients are required both run
+`sdpa_lse`, whose results are saved for `tiledsched::sdpa_backward`.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
 from tiledsched.serve.execute import has_tangent, is_transformed, launch_first
-from tiledsched.serve.flops import inform_counters, set_formula
+from tiledsched.serve.flops import inform_counters
+from tiledsched.serve.op import define
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 
 NO_TANGENT = "forward-mode derivatives are asked for and the kernel has none"
 ARGUMENTS = f"Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, {SCHEMA}, bool? deterministic=None"
 FEATURES = len(NO_FEATURES)
-_library = torch.library.Library("tiledsched", "FRAGMENT")
 _traced = torch.compiler.is_dynamo_compiling
 trained: PlanCache[Plan] = PlanCache(plan_key)
 """The plans in `cache` whose calls were found to be differentiable."""
@@ -165,9 +164,12 @@ class DifferentiableAttention(torch.autograd.Function):
             sums = sums.data  # no view: among several results torch allows no change of one in place
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
+                if features.forward_operator is not None:
+                    out, sums = features.forward_operator(q, k, v, scale)
+                else:
+                    out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
         ctx.save_for_backward(q, k, v, out, sums, *arrays)
-        ctx.options = causal, scale, (*features[:2], *features[8:]), deterministic
+        ctx.options = causal, scale, features.with_tensors((None,) * len(arrays)), deterministic
         return (out, sums) if lse else out
 
     @staticmethod
@@ -175,13 +177,12 @@ class DifferentiableAttention(torch.autograd.Function):
         """The gradients of all inputs, of which those of q, k, v and sinks may be something."""
         if dout is None and dlse is None:
             return (None,) * 10
-        *saved, sinks, starts, lengths, cu_q, cu_k, table = ctx.saved_tensors
-        causal, scale, (window, softcap, *sizes), deterministic = ctx.options
-        features = AttentionFeatures(window, softcap, sinks, starts, lengths, cu_q, cu_k, table, *sizes)
-        found = gradients(dout, dlse, tuple(saved), causal, scale, features, deterministic)
+        saved, (causal, scale, features, deterministic) = ctx.saved_tensors, ctx.options
+        features = features.with_tensors(saved[5:])
+        found = gradients(dout, dlse, saved[:5], causal, scale, features, deterministic)
         wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
         if wanted[3] is not None:
-            wanted[3] = wanted[3].to(sinks.dtype)
+            wanted[3] = wanted[3].to(features.sinks.dtype)
         return (*wanted, None, None, None, None, None, None)
 
 
@@ -197,19 +198,14 @@ def empty_results(q: Any, v: Any, lse: bool) -> Any:
     return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if lse else out
 
 
-def register(schema: str, launch: Any, fake: Any, autograd: Any, formula: Any) -> Any:
+def register(name: str, schema: str, launch: Any, fake: Any, autograd: Any, formula: Any) -> Any:
     """Define an operator of attention, whose first arguments are q, k and v, with every implementation it has; returns it.
 
     Args:
-        schema: its name, arguments and results, as torch writes them.
-        launch: its implementation for tensors on a device.
-        fake: for tensors without contents.
         autograd: where gradients may be required; it is given the operator, and then the arguments.
-        formula: the number of floating-point operations; see :func:`tiledsched.serve.flops.set_formula`.
+        name, schema, launch, fake, formula: as for :func:`tiledsched.serve.op.define`.
     """
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    operator = getattr(torch.ops.tiledsched, name).default
+    library, operator = define(f"tiledsched::{name}", schema, launch, fake, formula)
 
     def autocast(q: Any, k: Any, v: Any, *given: Any) -> Any:
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -217,11 +213,8 @@ def register(schema: str, launch: Any, fake: Any, autograd: Any, formula: Any) -
             return operator(*cast_for_autocast(q, k, v), *given)
 
     for key in ("CUDA", "CPU"):
-        _library.impl(name, launch, key)
-        _library.impl(name, autocast, f"Autocast{key}")
-    _library.impl(name, functools.partial(autograd, operator), "Autograd")
-    torch.library.register_fake(f"tiledsched::{name}", fake, lib=_library)
-    set_formula(operator, formula)
+        library.impl(name, autocast, f"Autocast{key}")
+    library.impl(name, functools.partial(autograd, operator), "Autograd")
     return operator
 
 
@@ -263,7 +256,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, causal, scale, *given)
 
-    return register(f"{name}({ARGUMENTS}) -> {result}", launch, fake, autograd, forward_flops)
+    return register(name, f"({ARGUMENTS}) -> {result}", launch, fake, autograd, forward_flops)
 
 
 sdpa_operator = _register("sdpa", "Tensor", lse=False)

@@ -13,8 +13,7 @@ from typing import Any
 
 from tiledsched.checking.errors import NOT_FINITE, Error, error_of
 from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
-from tiledsched.core.cases import Arrays as Stored
-from tiledsched.core.cases import expected_outputs, input_specs, output_specs, random_inputs
+from tiledsched.core.cases import Arrays as Stored, expected_outputs, input_specs, output_specs, random_inputs
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED

@@ -40,8 +40,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiledsched.core.config import EXACT as EXACT_CLASS
-from tiledsched.core.config import INVARIANT
+from tiledsched.core.config import EXACT as EXACT_CLASS, INVARIANT
 from tiledsched.core.device import SAME_CODE
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.problem import KernelClass, Problem

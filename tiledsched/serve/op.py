@@ -50,7 +50,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _PLAIN = (Tensor, TorchParameter)
 _traced = torch.compiler.is_dynamo_compiling
 _operators: dict[str, Operator] = {}
-_libraries: dict[str, Any] = {}
+_library_of = functools.cache(functools.partial(torch.library.Library, kind="FRAGMENT"))
 
 
 def op(name: str, kernel: KernelClass | str, **pinned: Any) -> Operator:
@@ -509,32 +509,56 @@ def _unpickled(
     return made
 
 
-def _register(made: Operator) -> Any:
-    """Define the operator with every implementation it has, and return what torch makes of it.
+def define(
+    name: str,
+    schema: str,
+    launch: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int] | None = None,
+) -> tuple[torch.library.Library, Any]:
+    """The library of an operator `namespace::word`, which takes further implementations, and the operator.
+
+    `torch.library.Library` is used, and not `custom_op`, whose wrappers cost more than a launch.
+
+    Args:
+        name: of the operator.
+        schema: its arguments and results, as torch writes them.
+        launch: its implementation for tensors on a device.
+        fake: for tensors without contents.
+        flops: the number of floating-point operations; see :func:`tiledsched.serve.flops.set_formula`.
 
     Raises:
         ConfigError: torch has one of this name, or does not take the schema.
     """
-    namespace, _, word = made.name.partition("::")
-    if namespace not in _libraries:
-        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    library = _libraries[namespace]
+    namespace, _, word = name.partition("::")
+    library = _library_of(namespace)
     try:
-        library.define(f"{word}{made.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        library.define(f"{word}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     except RuntimeError as error:
-        raise ConfigError(f"torch does not take {made.name}{made.schema}: {error}; use another name") from error
-    overload = getattr(getattr(torch.ops, namespace), word).default
-    if made.kernel.flops is not Declaration.flops:
-        set_formula(overload, made._flops)
+        raise ConfigError(f"torch does not take {name}{schema}: {error}; use another name") from error
+    for key in ("CUDA", "CPU"):
+        library.impl(word, launch, key)
+    torch.library.register_fake(name, fake, lib=library)
+    operator = getattr(getattr(torch.ops, namespace), word).default
+    if flops is not None:
+        set_formula(operator, flops)
+    return library, operator
+
+
+def _register(made: Operator) -> Any:
+    """Define the operator with every implementation it has, and return what torch makes of it.
+
+    Raises:
+        ConfigError: as :func:`define`.
+    """
+    flops = None if made.kernel.flops is Declaration.flops else made._flops
+    library, overload = define(made.name, str(made.schema), made._dispatched, made._fake, flops)
 
     def register_guarded(word: str, kernel: Callable[..., Any], key: str, *, with_keyset: bool) -> None:
         library.impl(word, functools.partial(made._refuse_transforms, kernel), key, with_keyset=with_keyset)
 
-    for key in ("CUDA", "CPU"):
-        library.impl(word, made._dispatched, key)
-    torch.library.register_fake(made.name, made._fake, lib=library)
     if made.schema.changed:
-        register_guarded(word, made._refuse_gradients, "Autograd", with_keyset=True)
+        register_guarded(made.name.partition("::")[2], made._refuse_gradients, "Autograd", with_keyset=True)
     else:
         guarded: Any = SimpleNamespace(impl=register_guarded)
         torch.library.register_autograd(made.name, made._differentiate, setup_context=made._remember, lib=guarded)

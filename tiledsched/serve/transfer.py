@@ -115,12 +115,22 @@ def lent(entry: Entry, kernel: KernelClass) -> Entry | None:
     """The entry of another kernel as `kernel` is served by it; None where it is not of the kernel whose space that one has.
 
     Other code was measured, so that it counts as transferred. Its rivals compute something else, and are left out, and so are
-    entries that were proven for one order of sums, which other code may not keep.
+    entries that were proven for one order of sums, which other code may not keep. Schedules are adapted to the kernel.
     """
     if entry.kernel != kernel.space or entry.accum_mode == INVARIANT or not entry.problem.known:
         return None
+    first, *ties = dict.fromkeys(
+        kernel.adapted(entry.problem, each, entry.arch) for each in (entry.schedule, *entry.ties)
+    )
+    following = entry.runner_up and kernel.adapted(entry.problem, entry.runner_up, entry.arch)
     provenance = "transferred" if entry.provenance == "measured" else entry.provenance
-    return entry.replace(provenance=provenance, rivals=None)
+    return entry.replace(
+        provenance=provenance,
+        rivals=None,
+        schedule=first,
+        ties=tuple(ties),
+        runner_up=following if following != first else None,
+    )
 
 
 def distance_of(entry: Entry, problem: Problem) -> float:

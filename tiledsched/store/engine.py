@@ -24,9 +24,7 @@ from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, TiledschedError
 from tiledsched.core.files import check_plain, kind_of_file
 from tiledsched.store.limit import READ_TIMEOUT_S, Limit
-from tiledsched.store.location import HEAD as HEAD
-from tiledsched.store.location import VERSION_TABLE as VERSION_TABLE
-from tiledsched.store.location import database_file, location
+from tiledsched.store.location import HEAD as HEAD, VERSION_TABLE as VERSION_TABLE, database_file, location
 from tiledsched.store.rows import text_or_bytes
 
 UNRELEASED_TABLE = "tiledsched_alembic_version"

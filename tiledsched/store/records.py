@@ -18,8 +18,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import place_part
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device, Measurement, RivalTime
-from tiledsched.store.codec import PROVENANCES as PROVENANCES
-from tiledsched.store.codec import encode
+from tiledsched.store.codec import PROVENANCES as PROVENANCES, encode
 
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 STAGES = ("build", "measure")

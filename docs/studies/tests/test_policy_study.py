@@ -22,10 +22,10 @@ from docs.studies.policy_timed import (
     policy_of,
     problems_of,
     read,
+    summary as timed_summary,
     tables_of,
     timed,
 )
-from docs.studies.policy_timed import summary as timed_summary
 from tiledsched.core import data_files
 from tiledsched.core.files import csv_text
 from tiledsched.kernels.attention import Attention

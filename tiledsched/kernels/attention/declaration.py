@@ -172,7 +172,7 @@ class Attention(Kernel):
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
         """One launch, or two: the second combines the shares of split keys, a few rows of the output in each block."""
-        first = Attention.entry(p, s), Attention.grid(p, s, device)
+        first = p.declaration.entry(p, s), Attention.grid(p, s, device)
         if not combines_later(p, s):
             return [first]
         from tiledsched.kernels.attention import entries

@@ -138,13 +138,20 @@ def unmasked_turns(keys, first_masked, begin, end, const):
 
 
 def seen(columns, rows, keys, const):
-    """Whether each row sees each key of a tile."""
-    span = keys.span
-    visible = columns < span.end
-    if const.CAUSAL:
-        visible = visible & (columns <= rows)
-    if const.WINDOW:
-        visible = visible & (columns > rows - span.window)
+    """Whether each row sees each key of a tile, in which not all rows see all keys."""
+    if const.WINDOW or const.STARTS or const.LENGTHS:
+        span = keys.span
+        visible = columns < span.end
+        if const.CAUSAL:
+            visible = visible & (columns <= rows)
+        if const.WINDOW:
+            visible = visible & (columns > rows - span.window)
+    elif const.CAUSAL and not const.EVEN:
+        visible = (columns <= rows) & (columns < keys.K.shape[2])
+    elif const.CAUSAL:
+        visible = columns <= rows
+    else:
+        visible = columns < keys.K.shape[2]
     return visible
 
 

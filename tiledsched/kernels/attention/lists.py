@@ -15,7 +15,6 @@ from typing import Any
 import cuda.tile as ct
 
 import tiledsched.core.fields as ts
-from tiledsched.core.canonical import stable_id
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
@@ -25,11 +24,10 @@ from tiledsched.kernels.attention.variants import (
     HEAD,
     array_fields_of,
     blocks_of,
-    code_of,
     drawn_arrays,
+    kernel_by_code,
     locator,
     source_hash,
-    try_out,
     word_of,
 )
 
@@ -37,7 +35,6 @@ Int = ct.Constant[int]
 SOURCE = """def block_lists({arrays}Blocks: ct.Array, seq_q: int, seq_k: int, KEYS: Int):
     fill_list(MASK, ({names}), Blocks, seq_q, seq_k, KEYS)
 """
-_known: dict[str, KernelClass] = {}
 
 
 def fill_list(mask, arrays, Blocks, seq_q, seq_k, KEYS):
@@ -80,16 +77,11 @@ def lists_kernel(mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClas
     Raises:
         DeclarationError: the function cannot be compiled.
     """
-    identity = stable_id([code_of(mask_mod, "mask_mod"), [list(each) for each in arrays]], 8)
-    name = f"block_lists_{word_of(mask_mod)}_{identity}"
-    if name not in _known:
-        try_out({"mask_mod": mask_mod}, arrays)
-        _known[name] = _make(name, identity, mask_mod, arrays)
-    return _known[name]
+    return kernel_by_code("block_lists", {"mask_mod": mask_mod}, arrays, _make)
 
 
-def _make(name: str, identity: str, mask_mod: Any, arrays: Sequence[tuple[int, str]]) -> KernelClass:
-    names, fields, side = array_fields_of(arrays)
+def _make(name: str, identity: str, functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> KernelClass:
+    mask_mod, (names, fields, sizes) = functions["mask_mod"], array_fields_of(arrays)
     parameters, given = ("".join(form.format(each) for each in names) for form in ("{}: ct.Array, ", "{}, "))
     text = SOURCE.format(arrays=parameters, names=given)
     body = {
@@ -99,8 +91,7 @@ def _make(name: str, identity: str, mask_mod: Any, arrays: Sequence[tuple[int, s
         "function": staticmethod(compiled(f"<{name}>", text, {**globals(), "MASK": mask_mod}, "block_lists")),
         **{size: ts.dim() for size in ("seq_q", "seq_k")},
         **{size: ts.dim(1) for size in ("batch", "heads")},
-        "derived": side
-        | {"row_blocks": lambda p: -(-p.seq_q // BLOCK), "list_length": lambda p: HEAD + -(-p.seq_k // BLOCK)},
+        "derived": sizes,
         **fields,
         "Blocks": ts.out("batch heads row_blocks list_length", dtype="int32"),
         "knobs": {"KEYS": [64, 128, 32]},

@@ -88,14 +88,11 @@ def variant_of(place, head, batch, offset, features, const):
 def listed_steps(variant, const):
     """(steps that need no mask, steps) of the work tile of a list."""
     each = steps_of_block(const)
-    steps = variant.total * each
-    if const.QK_AHEAD:  # which makes the scores of a step ahead
-        steps = max(steps, 1)
-    return (variant.total - variant.partial) * each, steps
+    return (variant.total - variant.partial) * each, variant.total * each
 
 
 def listed_step(variant, i, const):
-    """Which step over all keys the `i`-th step of a list is. The step of an empty list is masked."""
+    """Which step over all keys the `i`-th step of a list is."""
     each = steps_of_block(const)
     place = i // each
     if place >= variant.partial:
@@ -142,10 +139,7 @@ def changed_with_slope(scores, columns, rows, visible, keys):
 def seen_by_mod(columns, rows, keys, const):
     """Whether each row sees each key of a tile, as the author's function says."""
     variant = keys.variant
-    visible = variant.mods.mask(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
-    if const.BLOCK_ROWS and const.QK_AHEAD:  # the step of an empty list
-        visible = visible & (variant.total > 0)
-    return visible
+    return variant.mods.mask(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
 
 
 def weights_by_mod(columns, rows, variant):

@@ -46,13 +46,16 @@ def own_rows(array, offsets, sequence):
     return array.slice(axis=2, start=begin, stop=end)
 
 
-def own_sequence(Q, K, V, work, work_tiles, features, const):
+def own_work(Q, K, V, work, work_tiles, features, const):
     """(place among the sequence's work tiles, head, sequence, queries, keys, values) of the `work`-th place of all heads."""
-    place, head, _ = coordinates(work, work_tiles, pack_count(Q, const), 1, const)
-    place, sequence = place_in_sequence(place, rows_of_work(const), features)
-    if const.PAGE == 0:
-        K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
-    return place, head, sequence, own_rows(Q, features.CuQ, sequence), K, V
+    batches = 1 if const.PACKED else Q.shape[0]
+    place, head, sequence = coordinates(work, work_tiles, pack_count(Q, const), batches, const)
+    if const.PACKED:
+        place, sequence = place_in_sequence(place, rows_of_work(const), features)
+        if const.PAGE == 0:
+            K, V = own_rows(K, features.CuK, sequence), own_rows(V, features.CuK, sequence)
+        Q = own_rows(Q, features.CuQ, sequence)
+    return place, head, sequence, Q, K, V
 
 
 def is_filled(place, Q, const):

@@ -25,9 +25,15 @@ def mask_at(mask, b, h, q_idx, kv_idx):
     one row where the mask is the same for all.
     """
     batch, head = ct.minimum(b, mask.shape[0] - 1), ct.minimum(h, mask.shape[1] - 1)
-    if mask.ndim == 3:
+    if mask.ndim == 4:
+        return load_tile(mask, (batch, head, q_idx, kv_idx))
+    if head.ndim == 0:
         return ct.gather(mask, (batch, head, kv_idx))
-    return load_tile(mask, (batch, head, q_idx, kv_idx))
+    if mask.shape[1] == 1:  # rows of several heads, for which each number is read once
+        found = ct.broadcast_to(ct.gather(mask, (batch, 0, kv_idx)), (head.shape[0], kv_idx.shape[1]))
+    else:
+        found = ct.gather(mask, (batch, head, kv_idx))
+    return found
 
 
 def boolean_mask(b, h, q_idx, kv_idx, mask, *others):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tiledsched.kernels.attention.packed import is_filled, own_sequence
+from tiledsched.kernels.attention.packed import is_filled, own_work
 from tiledsched.kernels.attention.scheduler import coordinates, pack_count, work_tiles_per_head
 from tiledsched.kernels.attention.tiles import (
     Chain,
@@ -33,7 +33,6 @@ from tiledsched.kernels.attention.tiles import (
     fresh_chain,
     loop_over_keys,
     part_of,
-    run_main_loop,
 )
 
 REGISTERS_TOGETHER = 16384
@@ -50,13 +49,9 @@ def compute_split(Q, K, V, Out, Lse, Partial, State, Counters, scale_log2, featu
     """
     work, split = ct.bid(0) // const.KV_SPLITS, ct.bid(0) % const.KV_SPLITS
     work_tiles = work_tiles_per_head(Q, features, const)
-    if const.PACKED:
-        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, features, const)
-        if is_filled(place, Q, const):
-            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, split, features, const)
-            finish_share(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, features, const)
-    else:
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, features, const)
+    place, head, batch, Q, K, V = own_work(Q, K, V, work, work_tiles, features, const)
+    if not const.PACKED or is_filled(place, Q, const):
+        work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, const)
         finish_share(Out, Lse, Partial, State, Counters, work, split, work_tile, chains, features, const)
 
 

@@ -6,7 +6,7 @@ applied after the row maximum is taken, which is right for positive scales and s
 
 These functions run on the GPU through cuTile and, unmodified, on the CPU through `tiledsched.interpreter`. They share
 one object of compile-time constants, and cuTile inlines them all: an `if` on a constant leaves no trace in the machine
-code. From the outside in: `schedule_work` gives the blocks their work tiles, `run_main_loop` computes one and `epilogue`
+code. From the outside in: `schedule_work` gives the blocks their work tiles, `compute_work_tile` computes one and `epilogue`
 stores it; `main_loop` goes over its keys, in turns of one `step` or more: `products` makes the scores, `fold` their softmax
 and the product with the values. The order of the work tiles is in :mod:`tiledsched.kernels.attention.scheduler`, the
 kernels themselves are in :mod:`tiledsched.kernels.attention.entries`.
@@ -40,14 +40,7 @@ from tiledsched.kernels.attention.mods import (
     variant_of,
     weights_by_mod,
 )
-from tiledsched.kernels.attention.packed import (
-    is_filled,
-    offset_in_pages,
-    own_outputs,
-    own_sequence,
-    pages_of,
-    spans_pages,
-)
+from tiledsched.kernels.attention.packed import is_filled, offset_in_pages, own_outputs, own_work, pages_of, spans_pages
 from tiledsched.kernels.attention.scheduler import (
     BACKWARD,
     FORWARD,
@@ -55,7 +48,6 @@ from tiledsched.kernels.attention.scheduler import (
     SNAKE,
     STRIDED,
     WIDE_SAWTOOTH,
-    coordinates,
     pack_count,
     query_tile,
     rows_of,
@@ -279,19 +271,16 @@ def run_with_late_epilogue(Q, K, V, Out, Lse, scale_log2, features, const):
         later = lap > 0 if const.PEEL_FIRST else work >= blocks
         if later:
             epilogues(Out, Lse, work_tile, chains, features, const)
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, features, const)
+        place, head, batch, _, _, _ = own_work(Q, K, V, work, work_tiles, features, const)
+        work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, batch, 0, features, const)
     epilogues(Out, Lse, work_tile, chains, features, const)
 
 
 def compute_work_tile(Q, K, V, Out, Lse, scale_log2, work, work_tiles, features, const):
     """Compute one work tile and store it. A place of a packed sequence may hold no work tile."""
-    if const.PACKED:
-        place, head, sequence, Q, K, V = own_sequence(Q, K, V, work, work_tiles, features, const)
-        if is_filled(place, Q, const):
-            work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, sequence, 0, features, const)
-            epilogues(Out, Lse, work_tile, chains, features, const)
-    else:
-        work_tile, chains = run_main_loop(Q, K, V, scale_log2, work, work_tiles, 0, features, const)
+    place, head, batch, Q, K, V = own_work(Q, K, V, work, work_tiles, features, const)
+    if not const.PACKED or is_filled(place, Q, const):
+        work_tile, chains = loop_over_keys(Q, K, V, scale_log2, place, head, batch, 0, features, const)
         epilogues(Out, Lse, work_tile, chains, features, const)
 
 
@@ -299,12 +288,6 @@ def epilogues(Out, Lse, work_tile, chains, features, const):
     """Store the outputs of all query tiles of a work tile."""
     for s in ct.static_iter(range(const.Q_SUBTILES)):
         epilogue(Out, Lse, work_tile, work_tile.tiles[s], chains[s], features, const)
-
-
-def run_main_loop(Q, K, V, scale_log2, work, work_tiles, split, features, const):
-    """(work tile, chains): the `work`-th work tile, and its chains after the `split`-th of KV_SPLITS shares of its keys."""
-    place, head, batch = coordinates(work, work_tiles, pack_count(Q, const), Q.shape[0], const)
-    return loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, const)
 
 
 def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, const):
@@ -518,14 +501,10 @@ def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
     if const.QK_AHEAD:  # the last step has no next step, and is taken after the loops
         end = end - 1
         scores = products(queries, keys, begin, const)
+    loops = ((begin, end, True),)
     if const.LOOP_SPLIT and const.WINDOW:  # masks at both ends
         boundary, second = unmasked_turns(keys, first_masked, begin, end, const)
-        for i in range(begin, boundary, const.UNROLL):
-            chains, scores = turn(queries, rows, keys, i, chains, scores, True, scale_log2, const)
-        for i in range(boundary, second, const.UNROLL):
-            chains, scores = turn(queries, rows, keys, i, chains, scores, False, scale_log2, const)
-        for i in range(second, end, const.UNROLL):
-            chains, scores = turn(queries, rows, keys, i, chains, scores, True, scale_log2, const)
+        loops = ((begin, boundary, True), (boundary, second, False), (second, end, True))
     elif const.LOOP_SPLIT:
         backward = const.KV_DIRECTION == BACKWARD or const.BLOCK_ROWS > 0  # partial blocks come first
         boundary = keys.steps - first_masked if backward else first_masked
@@ -533,23 +512,14 @@ def main_loop(queries, rows, keys, chains, first_masked, scale_log2, const):
             boundary = max(boundary, begin)
         if const.QK_AHEAD or const.KV_SPLITS > 1:
             boundary = min(boundary, end)
-        for i in range(begin, boundary, const.UNROLL):
-            chains, scores = turn(queries, rows, keys, i, chains, scores, backward, scale_log2, const)
-        for i in range(boundary, end, const.UNROLL):
-            chains, scores = turn(queries, rows, keys, i, chains, scores, not backward, scale_log2, const)
-    else:
-        for i in range(begin, end, const.UNROLL):
-            chains, scores = turn(queries, rows, keys, i, chains, scores, True, scale_log2, const)
+        loops = ((begin, boundary, backward), (boundary, end, not backward))
+    for first, stop, masked in ct.static_iter(loops):
+        for i in range(first, stop, const.UNROLL):
+            for u in ct.static_iter(range(const.UNROLL)):
+                chains, scores = step(queries, rows, keys, i + u, chains, scores, masked, scale_log2, const)
     if const.QK_AHEAD:
         chains = fold(rows, keys, end, chains, scores, True, scale_log2, const)
     return chains
-
-
-def turn(queries, rows, keys, i, chains, scores, MASKED, scale_log2, const):
-    """(chains, scores) after one turn of the loop: the UNROLL steps from the `i`-th on."""
-    for u in ct.static_iter(range(const.UNROLL)):
-        chains, scores = step(queries, rows, keys, i + u, chains, scores, MASKED, scale_log2, const)
-    return chains, scores
 
 
 def step(queries, rows, keys, i, chains, scores, MASKED, scale_log2, const):
@@ -588,58 +558,37 @@ def existing_tile(keys, i, t, const):
 
 def products(queries, keys, i, const):
     """Scores of the `i`-th step, before masks and, unless they are capped, before the scale: `[query tile][key tile]`."""
-    tiles = tuple(load_keys(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
+    tiles = tuple(
+        load_tile(keys.K, keys, i, t, const.TILE_D, const.REST_D, const.LATENCY_K, True, const)
+        for t in ct.static_iter(range(const.KV_SUBTILES))
+    )
     return tuple(
         tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles)) for q in ct.static_iter(queries)
     )
 
 
-def load_keys(keys, i, t, const):
-    """The `t`-th key tile of the `i`-th step in its parts: `[TILE_D, TILE_N]` and, unless REST_D is 0, `[REST_D, TILE_N]`."""
+def load_tile(array, keys, i, t, TILE, REST, LATENCY, TRANSPOSED, const):
+    """The `t`-th tile of keys or values of the `i`-th step in its parts: `[TILE_N, TILE]` and, unless REST is 0,
+    `[TILE_N, REST]`; each transposed with TRANSPOSED.
+    """
     entry, j = keys.batch, existing_tile(keys, i, t, const)
     if const.PAGE:
         entry, j = pages_of(keys, j, const)
     parts = ()
-    for part in ct.static_iter(range(2 if const.REST_D else 1)):
-        width, column = part_of(part, const.TILE_D, const.REST_D)
+    for part in ct.static_iter(range(2 if REST else 1)):
+        width, column = part_of(part, TILE, REST)
         if spans_pages(const):
-            k = load_pages(keys.K, (entry, keys.kv_head, column), width, const.LATENCY_K, const)
-            k = ct.permute(k, (1, 0))
+            found = load_pages(array, (entry, keys.kv_head, column), width, LATENCY, const)
+            if TRANSPOSED:
+                found = ct.permute(found, (1, 0))
+        elif TRANSPOSED:
+            index, block = (entry, keys.kv_head, column, j), (1, 1, width, const.TILE_N)
+            found = load(array, index, block, (0, 1, 3, 2), LATENCY, const.TMA_LOADS, const)
+            found = found.reshape((width, const.TILE_N))
         else:
-            k = load(
-                keys.K,
-                (entry, keys.kv_head, column, j),
-                (1, 1, width, const.TILE_N),
-                (0, 1, 3, 2),
-                const.LATENCY_K,
-                const.TMA_LOADS,
-                const,
-            ).reshape((width, const.TILE_N))
-        parts = (*parts, k)
-    return parts
-
-
-def load_values(keys, i, t, const):
-    """The `t`-th value tile of the `i`-th step in its parts: `[TILE_N, TILE_V]` and, unless REST_V is 0, `[TILE_N, REST_V]`."""
-    entry, j = keys.batch, existing_tile(keys, i, t, const)
-    if const.PAGE:
-        entry, j = pages_of(keys, j, const)
-    parts = ()
-    for part in ct.static_iter(range(2 if const.REST_V else 1)):
-        width, column = part_of(part, const.TILE_V, const.REST_V)
-        if spans_pages(const):
-            v = load_pages(keys.V, (entry, keys.kv_head, column), width, const.LATENCY_V, const)
-        else:
-            v = load(
-                keys.V,
-                (entry, keys.kv_head, j, column),
-                (1, 1, const.TILE_N, width),
-                "C",
-                const.LATENCY_V,
-                const.TMA_LOADS,
-                const,
-            )
-        parts = (*parts, v.reshape((const.TILE_N, width)))
+            index, block = (entry, keys.kv_head, j, column), (1, 1, const.TILE_N, width)
+            found = load(array, index, block, "C", LATENCY, const.TMA_LOADS, const).reshape((const.TILE_N, width))
+        parts = (*parts, found)
     return parts
 
 
@@ -657,7 +606,10 @@ def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
         soften(chains[s], scores[s], rows[s], keys, i, MASKED, scale_log2, const)
         for s in ct.static_iter(range(const.Q_SUBTILES))
     )
-    values = tuple(load_values(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
+    values = tuple(
+        load_tile(keys.V, keys, i, t, const.TILE_V, const.REST_V, const.LATENCY_V, False, const)
+        for t in ct.static_iter(range(const.KV_SUBTILES))
+    )
     if const.PAGE and MASKED:
         values = tuple(
             used_values(values[t], keys, key_tile(keys, i, t, const), const)
@@ -726,14 +678,7 @@ def mask(scores, rows, keys, j, MASKED, const):
         scores = modified(scores, rows, keys, j, const) * LOG2_E
     if MASKED and (const.CAUSAL or not const.EVEN or const.MASK_MOD):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
-        if const.WINDOW or const.STARTS or const.LENGTHS:
-            visible = seen(columns, rows, keys, const)
-        elif const.CAUSAL and not const.EVEN:
-            visible = (columns <= rows) & (columns < keys.K.shape[2])
-        elif const.CAUSAL:
-            visible = columns <= rows
-        else:
-            visible = columns < keys.K.shape[2]
+        visible = seen(columns, rows, keys, const)
         if const.MASK_MOD:
             visible = visible & seen_by_mod(columns, rows, keys, const)
         scores = ct.where(visible, scores, -math.inf)

@@ -63,7 +63,7 @@ REFUSED = (
 MAX_FUNCTIONS = 1024
 """Pairs of functions that are found without reading their text: a function may be made anew in each call."""
 TAKEN = "from around it a function takes numbers, text, tuples of these and functions; pass an array in arrays=..."
-_known: dict[str, KernelClass] = {}
+_known: dict[tuple[Any, str], KernelClass] = {}
 
 
 def code_of(function: Any, what: str) -> list[Any]:
@@ -209,17 +209,8 @@ def variant(
     key = (*map(id, functions), *arrays)
     if key in _by_functions:
         return _by_functions[key][0]
-    given = dict(zip(MODS, functions, strict=True))
-    code = {what: code_of(each, what) for what, each in given.items() if each is not None}
-    for what in code:
-        check_parameters(given[what], what, len(arrays))
-    identity = stable_id([code, [list(each) for each in arrays]], 8)
-    words = "_".join(dict.fromkeys(word_of(given[what]) for what in code if what != "score_grad"))
-    name = f"flex_{words}_{identity}"
-    if name not in _known:
-        try_out({what: given[what] for what in code}, arrays)
-        _known[name] = make(name, identity, score_mod, mask_mod, arrays, score_grad, weight_mod)
-    found = _known[name]
+    given = {what: each for what, each in zip(MODS, functions, strict=True) if each is not None}
+    found = kernel_by_code("flex", given, arrays, make)
     if len(_by_functions) >= MAX_FUNCTIONS:
         _by_functions.clear()
     _by_functions[key] = found, *functions
@@ -229,6 +220,32 @@ def variant(
 _by_functions: dict[Any, tuple[Any, ...]] = {}
 """Kernels by the identity of their functions, which are held so that no other object takes it. Functions that are equal may be
 different code: `Scale(1) == Scale(1.0)`, for a dataclass."""
+
+
+def kernel_by_code(
+    kind: str, functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]], make: Callable[..., KernelClass]
+) -> KernelClass:
+    """The kernel of an author's functions, which is made at first. Functions of equal code have one.
+
+    Args:
+        kind: how its name begins.
+        functions: by their names in :data:`MODS`.
+        arrays: axes and element type of each array that they take.
+        make: makes it: `make(name, identity, functions, arrays)`.
+
+    Raises:
+        DeclarationError: a function cannot be compiled, or takes another number of arrays.
+    """
+    code = {what: code_of(each, what) for what, each in functions.items()}
+    for what, each in functions.items():
+        check_parameters(each, what, len(arrays))
+    identity = stable_id([code, [list(each) for each in arrays]], 8)
+    words = "_".join(dict.fromkeys(word_of(each) for what, each in functions.items() if what != "score_grad"))
+    name = f"{kind}_{words}_{identity}"
+    if (make, name) not in _known:
+        try_out(functions, arrays)
+        _known[make, name] = make(name, identity, functions, arrays)
+    return _known[make, name]
 
 
 def word_of(function: Any) -> str:
@@ -284,25 +301,24 @@ def declare(kernel: KernelClass, fields: Mapping[str, ArrayField], module: str) 
 def array_fields_of(
     arrays: Sequence[tuple[int, str]],
 ) -> tuple[tuple[str, ...], dict[str, ArrayField], dict[str, Callable[[Any], int]]]:
-    """(names, declarations, derived sizes) of arrays of so many axes and such types, whose sizes nothing says."""
+    """(names, declarations, derived sizes) of arrays of so many axes and such types, whose sizes nothing says; and the sizes of
+    lists of blocks."""
     fields = {
         f"array{place}": ts.array(" ".join(["array_side"] * rank), dtype=dtype)
         for place, (rank, dtype) in enumerate(arrays)
     }
-    return tuple(fields), fields, {"array_side": lambda p: 1}
+    sizes = {
+        "array_side": lambda p: 1,
+        "row_blocks": lambda p: -(-p.seq_q // BLOCK),
+        "list_length": lambda p: HEAD + -(-p.seq_k // BLOCK),
+    }
+    return tuple(fields), fields, sizes
 
 
-def make(
-    name: str,
-    identity: str,
-    score_mod: Any,
-    mask_mod: Any,
-    arrays: Sequence[tuple[int, str]],
-    score_grad: Any = None,
-    weight_mod: Any = None,
-) -> KernelClass:
+def make(name: str, identity: str, functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> KernelClass:
     """A new kernel; see :func:`variant`."""
     names, fields, sides = array_fields_of(arrays)
+    score_mod, mask_mod, score_grad, weight_mod = map(functions.get, MODS)
     per_batch = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("b"))
     per_head = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("h"))
     listed = lambda p: mask_mod is not None and p.seq_q > FEW_ROWS  # noqa: E731
@@ -320,8 +336,6 @@ def make(
             "mask_mod": lambda p: mask_mod is not None,
             "mask_batch": lambda p: p.batch if per_batch else 1,
             "mask_heads": lambda p: p.heads if per_head else 1,
-            "row_blocks": lambda p: -(-p.seq_q // BLOCK),
-            "list_length": lambda p: HEAD + -(-p.seq_k // BLOCK),
         },
         "constraints": CONSTRAINTS,
         "mods": (score_mod, mask_mod, score_grad),
@@ -332,10 +346,7 @@ def make(
         "scale_log2": ts.scalar(lambda p: LOG2_E if score_mod else default_scale(p) * LOG2_E, dtype="float32"),
         "cap_scale": ts.scalar(lambda p: default_scale(p) if score_mod else 0.0, dtype="float32"),
         **fields,
-        **{
-            each.__name__: staticmethod(each)
-            for each in (canonical, constants, entry, launches, inputs, reference, adversarial)
-        },
+        **{each.__name__: staticmethod(each) for each in (canonical, constants, entry, inputs, reference, adversarial)},
         **{each.__name__: classmethod(each) for each in (source_hash, locator, small)},
     }
     return type(name, (Attention,), body)
@@ -348,6 +359,7 @@ CONSTRAINTS: Mapping[str, str] = {
     ),
     "not listed or (unroll == 1 and kv_direction == 'forward' and kv_splits == 1)": "steps follow the list of blocks",
     "not listed or not pack_gqa or mask_heads == 1": "the heads of a tile have one list of blocks",
+    "not qk_ahead": "what a function loads does not fit beside the scores of two steps",
     "not listed or check_bounds or seq_k % 128 == 0": "a block at the edge has tiles behind the last key",
 }
 
@@ -410,12 +422,6 @@ def entry_of(kernel: Any, ending: str, given: tuple[str, ...], wide: bool) -> Ca
     if wide:
         wider.__annotations__.update(dict.fromkeys(kernel.mod_arrays, WIDE_ARRAY))
     return wider
-
-
-def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
-    """The launches of a schedule: attention with the author's functions, and, where shares of the keys are combined later, the
-    launch that combines them."""
-    return [(entry(p, s), Attention.grid(p, s, device)), *Attention.launches(p, s, device)[1:]]
 
 
 def source_hash(kernel: Any) -> str:
@@ -593,12 +599,21 @@ def list_blocks(xp: Any, visible: Any) -> Any:
     padded = xp.zeros((batches, heads, row_blocks * BLOCK, key_blocks * BLOCK), bool)
     padded[:, :, :rows, :keys] = visible
     pairs = padded.reshape(batches, heads, row_blocks, BLOCK, key_blocks, BLOCK).sum(axis=(3, 5))
-    block, all_pairs = xp.arange(key_blocks), BLOCK * xp.minimum(rows - BLOCK * xp.arange(row_blocks), BLOCK)[:, None]
-    partial, full = (pairs > 0) & (pairs < all_pairs), pairs == all_pairs
-    place = xp.where(
-        full, 2 * key_blocks - block, xp.where(partial, block, key_blocks)
-    )  # those in no list come between
-    order = xp.argsort(place, axis=-1)
-    listed = xp.where(xp.take_along_axis(pairs, order, axis=-1) > 0, order, 0)
-    counts = xp.stack([partial.sum(axis=-1), (pairs > 0).sum(axis=-1)], axis=-1)
-    return xp.concatenate([counts, listed], axis=-1).astype(numpy.int32)
+    all_pairs = BLOCK * xp.minimum(rows - BLOCK * xp.arange(row_blocks), BLOCK)[:, None]
+    lists = ordered_blocks(xp, xp.arange(key_blocks), (pairs > 0) & (pairs < all_pairs), pairs == all_pairs)
+    return lists.astype(numpy.int32)
+
+
+def ordered_blocks(xp: Any, numbers: Any, partial: Any, full: Any) -> Any:
+    """Lists of blocks, `[..., blocks of rows, 2 + blocks of keys]`.
+
+    Args:
+        xp: numpy, cupy or torch.
+        numbers: those of the blocks of keys, in order.
+        partial, full: `[..., blocks of rows, blocks of keys]`, whether blocks are seen in part, and whether in full.
+    """
+    count, in_part, total = len(numbers), partial.sum(-1)[..., None], (partial | full).sum(-1)[..., None]
+    # In rising order: those seen in part by number, those not seen, and those seen in full by falling number.
+    rank = xp.where(partial, numbers, xp.where(full, 3 * count - numbers, count + numbers))
+    is_listed = (numbers < in_part) | (numbers >= count - total + in_part)
+    return xp.concatenate([in_part, total, rank.argsort(-1) * is_listed], -1)

@@ -11,7 +11,7 @@ from tiledsched.kernels.attention.features import capped, narrowed, own_keys, se
 from tiledsched.kernels.attention.mods import changed_with_slope, variant_of, weights_by_mod
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import coordinates, rows_of
-from tiledsched.kernels.attention.tiles import Keys, part_of
+from tiledsched.kernels.attention.tiles import Keys
 from tiledsched.kernels.attention_backward.tiles import (
     Rows,
     across,
@@ -19,8 +19,10 @@ from tiledsched.kernels.attention_backward.tiles import (
     load_queries,
     row_values,
     score_shape,
+    store_parts,
     store_zeros,
     with_bits,
+    zero_parts,
 )
 
 
@@ -77,30 +79,19 @@ def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place
     gradient = load_queries(dOut, rows, place, const.TILE_V, const.REST_V, 0, const)
     own = (q, gradient, row_values(LseLog2, rows, place, const), row_values(Delta, rows, place, const))
     last = rows_of(place, offset, const)
-    sums = (ct.zeros((const.TILE_M, const.TILE_D), ct.float32),)
-    if const.REST_D:
-        sums = (*sums, ct.zeros((const.TILE_M, const.REST_D), ct.float32))
+    sums = zero_parts(const.TILE_M, const.TILE_D, const.REST_D)
+    loops = ((0, steps, True),)
     if const.LOOP_SPLIT and const.WINDOW:
         boundary, second = unmasked_turns(keys, first_masked, 0, steps, const)
-        for j in range(boundary):
-            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
-        for j in range(boundary, second):
-            sums = key_step(keys, own, last, j, sums, False, scale_log2, const)
-        for j in range(second, steps):
-            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
+        loops = ((0, boundary, True), (boundary, second, False), (second, steps, True))
     elif const.LOOP_SPLIT:
         boundary = min(first_masked, steps)
-        for j in range(boundary):
-            sums = key_step(keys, own, last, j, sums, False, scale_log2, const)
-        for j in range(boundary, steps):
-            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
-    else:
-        for j in range(steps):
-            sums = key_step(keys, own, last, j, sums, True, scale_log2, const)
-    for part in ct.static_iter(range(len(sums))):
-        width, column = part_of(part, const.TILE_D, const.REST_D)
-        total = (sums[part] * scale).astype(dQ.dtype)
-        ct.store(dQ, (batch, head, place, column), total.reshape((1, 1, const.TILE_M, width)))
+        loops = ((0, boundary, False), (boundary, steps, True))
+    for begin, end, masked in ct.static_iter(loops):
+        for j in range(begin, end):
+            sums = key_step(keys, own, last, j, sums, masked, scale_log2, const)
+    scaled = tuple(part * scale for part in ct.static_iter(sums))
+    store_parts(dQ, (batch, head, place), scaled, const.TILE_M, const.TILE_D, const.REST_D)
 
 
 def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
@@ -122,15 +113,7 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
     if MASKED and (const.CAUSAL or not const.EVEN):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
-        if const.WINDOW or const.STARTS or const.LENGTHS:
-            visible = seen(columns, last, keys, const)
-        elif const.CAUSAL and not const.EVEN:
-            visible = (columns <= last) & (columns < keys.K.shape[2])
-        elif const.CAUSAL:
-            visible = columns <= last
-        else:
-            visible = columns < keys.K.shape[2]
-        p = ct.where(visible, p, 0.0)
+        p = ct.where(seen(columns, last, keys, const), p, 0.0)
     dp = across(v, gradient, zeros, const)
     ds = p * ((dp if factors is None else dp * factors) - delta)
     if slope is not None:

@@ -246,7 +246,9 @@ def store_key_sums(arrays, scale_log2, scale, place, head, batch, features, cons
     Q, K, V, dOut, LseLog2, Delta, dQSum, dK, dV = arrays
     kv_head = head if const.TOGETHER else head // const.GROUP
     tile = load_key_tile(K, V, Q.shape[2], place, kv_head, batch, features, const)
-    sums = KeySums(zero_parts(const.TILE_D, const.REST_D, const), zero_parts(const.TILE_V, const.REST_V, const))
+    sums = KeySums(
+        zero_parts(const.TILE_N, const.TILE_D, const.REST_D), zero_parts(const.TILE_N, const.TILE_V, const.REST_V)
+    )
     if const.TOGETHER and const.GROUP > 1:
         for member in range(const.GROUP):
             rows = Rows(Q, dOut, LseLog2, Delta, dQSum, batch, head * const.GROUP + member)
@@ -254,22 +256,24 @@ def store_key_sums(arrays, scale_log2, scale, place, head, batch, features, cons
     else:
         rows = Rows(Q, dOut, LseLog2, Delta, dQSum, batch, head)
         sums = over_queries(rows, tile, sums, scale_log2, const)
-    for part in ct.static_iter(range(len(sums.dk))):
-        width, column = part_of(part, const.TILE_D, const.REST_D)
-        total = (sums.dk[part] * scale).astype(dK.dtype)
-        ct.store(dK, (batch, head, place, column), total.reshape((1, 1, const.TILE_N, width)))
-    for part in ct.static_iter(range(len(sums.dv))):
-        width, column = part_of(part, const.TILE_V, const.REST_V)
-        total = sums.dv[part].astype(dV.dtype)
-        ct.store(dV, (batch, head, place, column), total.reshape((1, 1, const.TILE_N, width)))
+    scaled = tuple(part * scale for part in ct.static_iter(sums.dk))
+    store_parts(dK, (batch, head, place), scaled, const.TILE_N, const.TILE_D, const.REST_D)
+    store_parts(dV, (batch, head, place), sums.dv, const.TILE_N, const.TILE_V, const.REST_V)
 
 
-def zero_parts(TILE, REST, const):
-    """Sums of a tile of keys, before the first."""
-    parts = (ct.zeros((const.TILE_N, TILE), ct.float32),)
+def zero_parts(ROWS, TILE, REST):
+    """Sums of a tile of rows in their parts, before the first is added."""
+    parts = (ct.zeros((ROWS, TILE), ct.float32),)
     if REST:
-        parts = (*parts, ct.zeros((const.TILE_N, REST), ct.float32))
+        parts = (*parts, ct.zeros((ROWS, REST), ct.float32))
     return parts
+
+
+def store_parts(array, index, parts, ROWS, TILE, REST):
+    """Store a tile of rows, whose parts are given."""
+    for part in ct.static_iter(range(len(parts))):
+        width, column = part_of(part, TILE, REST)
+        ct.store(array, (*index, column), parts[part].astype(array.dtype).reshape((1, 1, ROWS, width)))
 
 
 def load_key_tile(K, V, seq_q, place, kv_head, batch, features, const):
@@ -347,21 +351,14 @@ def over_queries(rows, tile, sums, scale_log2, const):
         carried = score(rows, tile, min(begin, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)
     elif const.DQ_LATE:
         carried = ct.zeros(score_shape(const), rows.Q.dtype), begin
+    loops = ((begin, end, True),)
     if const.LOOP_SPLIT and const.WINDOW:
-        for i in range(begin, first):
-            sums, carried = query_step(rows, tile, i, sums, carried, True, scale_log2, const)
-        for i in range(first, second):
-            sums, carried = query_step(rows, tile, i, sums, carried, False, scale_log2, const)
-        for i in range(second, end):
-            sums, carried = query_step(rows, tile, i, sums, carried, True, scale_log2, const)
+        loops = ((begin, first, True), (first, second, False), (second, end, True))
     elif const.LOOP_SPLIT:
-        for i in range(begin, first):
-            sums, carried = query_step(rows, tile, i, sums, carried, True, scale_log2, const)
-        for i in range(first, end):
-            sums, carried = query_step(rows, tile, i, sums, carried, False, scale_log2, const)
-    else:
-        for i in range(begin, end):
-            sums, carried = query_step(rows, tile, i, sums, carried, True, scale_log2, const)
+        loops = ((begin, first, True), (first, end, False))
+    for start, stop, masked in ct.static_iter(loops):
+        for i in range(start, stop):
+            sums, carried = query_step(rows, tile, i, sums, carried, masked, scale_log2, const)
     if const.DQ_LATE and begin < end:
         add_queries(rows, tile, carried[1], carried[0], const)
     return sums

@@ -20,11 +20,8 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import column_indices, column_tiles, load_rows, load_tile
+from tiledsched.kernels.rows import LOG2_E, Bool, Int, column_indices, column_tiles, load_rows, load_tile
 
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
-LOG2_E = 1.0 / math.log(2.0)
 LN_2 = math.log(2.0)
 LOWEST = -3.4028234663852886e38
 """The least float32: the running maximum of a lane that has seen no column, or nothing above minus infinity.

@@ -13,13 +13,10 @@ import math
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import RowConstants, column_tiles, load_rows, store_rows
+from tiledsched.kernels.rows import LOG2_E, Bool, Int, RowConstants, column_tiles, load_rows, store_rows
 
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
 SILU, GELU, GELU_TANH = range(3)
 """Activations, by the index into `declaration.ACTIVATIONS`."""
-LOG2_E = 1.0 / math.log(2.0)
 SQRT_HALF = math.sqrt(0.5)
 ERFC = (
     -1.26551223,

@@ -18,9 +18,6 @@ class LayerNorm(RowKernel, Kernel):
     """Out = (X - mean) / sqrt(variance + eps) * W + B by rows; without `weighted` there is no W, without `biased` no B."""
 
     name = "layer_norm"
-    rows = ts.dim()
-    columns = ts.dim(constant=True, most=65536)
-    dtype = ts.dtype("bfloat16", "float16")
     weighted = ts.flag(True)
     biased = ts.flag(True)
     X = ts.array("rows columns")

@@ -12,10 +12,16 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import RowConstants, column_indices, column_tiles, load_rows, load_vector, store_rows
-
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
+from tiledsched.kernels.rows import (
+    Bool,
+    Int,
+    RowConstants,
+    column_indices,
+    column_tiles,
+    load_rows,
+    load_vector,
+    store_rows,
+)
 
 
 def layer_norm(

@@ -17,9 +17,6 @@ class RmsNorm(RowKernel, Kernel):
     """Out = X / sqrt(mean(X * X) + eps) * W by rows; with `residual`, X + R takes the place of X and is an output, Sum."""
 
     name = "rms_norm"
-    rows = ts.dim()
-    columns = ts.dim(constant=True, most=65536)
-    dtype = ts.dtype("bfloat16", "float16")
     residual = ts.flag()
     X = ts.array("rows columns")
     R = ts.array("rows columns", when="residual")

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import RowConstants, column_tiles, load_rows, load_vector, store_rows
-
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
+from tiledsched.kernels.rows import Bool, Int, RowConstants, column_tiles, load_rows, load_vector, store_rows
 
 
 def rms_norm(X, W, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):

@@ -15,10 +15,9 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.rms_norm import RmsNorm
 from tiledsched.kernels.rms_norm_backward.rivals import in_torch
 from tiledsched.kernels.row_schedules import (
-    CONSTRAINTS,
-    DERIVED,
     LATENCY_CYCLES,
     SPILL_COST,
+    RowFields,
     RowKernel,
     RowSimilarity,
     StreamingCost,
@@ -74,7 +73,7 @@ class RmsNormBackwardCost(StreamingCost):
         return 0.0 if reads_ahead(s) else LATENCY_CYCLES
 
 
-class RmsNormBackward(Kernel):
+class RmsNormBackward(RowFields, Kernel):
     """The gradients dX and dW of Out = X / sqrt(mean(X * X) + eps) * W, from dOut.
 
     With `residual`, X is the sum that RmsNorm returns beside Out, dSum is the gradient of that sum, and dX is that of both its
@@ -82,9 +81,6 @@ class RmsNormBackward(Kernel):
     """
 
     name = "rms_norm_backward"
-    rows = ts.dim()
-    columns = ts.dim(constant=True, most=65536)
-    dtype = ts.dtype("bfloat16", "float16")
     residual = ts.flag()
     dOut = ts.array("rows columns")
     X = ts.array("rows columns")
@@ -107,7 +103,6 @@ class RmsNormBackward(Kernel):
             (264, 396, 132, 528, 792, 16, 32, 64), about="most blocks, each of which has a part of dW", weight=0.4
         ),
     }
-    constraints = CONSTRAINTS
     exploring = {
         "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
         "HOLD or TILE_COLUMNS < columns": "a row of one tile is held in any case",
@@ -133,7 +128,6 @@ class RmsNormBackward(Kernel):
         "2 * BLOCKS > sm_count * occupancy or 2 * TILE_ROWS * BLOCKS > rows": "SMs would be idle",
         "TILE_ROWS * BLOCKS <= rows or BLOCKS == 16": "blocks without rows",
     }
-    derived = DERIVED
     axes = RmsNorm.axes
     plain = {"HOLD": True, "AHEAD": False}
     suites = RmsNorm.suites

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import RowConstants, column_tiles, load_rows, load_tile, load_vector, store_rows
-
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
+from tiledsched.kernels.rows import Bool, Int, RowConstants, column_tiles, load_rows, load_tile, load_vector, store_rows
 
 
 def rms_norm_backward(

@@ -1,4 +1,3 @@
 """Rotary position embedding of queries and keys. Everything that knows it is in this folder."""
 
-from tiledsched.kernels.rope.declaration import Rope as Rope
-from tiledsched.kernels.rope.declaration import RopeInPlace as RopeInPlace
+from tiledsched.kernels.rope.declaration import Rope as Rope, RopeInPlace as RopeInPlace

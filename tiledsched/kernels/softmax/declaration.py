@@ -15,9 +15,6 @@ class Softmax(RowKernel, Kernel):
     """Out = exp(X) / sum(exp(X)) by rows, computed without overflow."""
 
     name = "softmax"
-    rows = ts.dim()
-    columns = ts.dim(constant=True, most=65536)
-    dtype = ts.dtype("bfloat16", "float16")
     X = ts.array("rows columns")
     Out = ts.out("rows columns")
 

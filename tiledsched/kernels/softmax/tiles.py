@@ -13,11 +13,8 @@ import math
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import RowConstants, column_indices, column_tiles, load_rows, store_rows
+from tiledsched.kernels.rows import LOG2_E, Bool, Int, RowConstants, column_indices, column_tiles, load_rows, store_rows
 
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
-LOG2_E = 1.0 / math.log(2.0)
 LOWEST = -3.4e38
 """A running maximum below every element and yet finite, so that padding does not make NaN: minus infinity less LOWEST has the
 exponential 0, and LOWEST less a maximum is 0 or below. Differences come before the product with log2(e): none can be contracted.

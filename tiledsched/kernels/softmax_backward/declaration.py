@@ -17,9 +17,6 @@ class SoftmaxBackward(RowKernel, Kernel):
     """dX = Out * (dOut - sum(dOut * Out)) by rows: the gradient of X where Out = softmax(X)."""
 
     name = "softmax_backward"
-    rows = ts.dim()
-    columns = ts.dim(constant=True, most=65536)
-    dtype = ts.dtype("bfloat16", "float16")
     dOut = ts.array("rows columns")
     Out = ts.array("rows columns")
     dX = ts.out("rows columns")
