@@ -441,8 +441,8 @@ TILES = {
     "no mask, two passes": ("p = ct.where(seen(columns, last, keys, const), p, 0.0)", "pass", "two passes"),
     "keys counted from the first, two passes": ("j = j + keys.span.first", "j = j", "window, two passes"),
     "delta forgotten, two passes": (
-        "(across(v, gradient, zeros, const) - delta)",
-        "across(v, gradient, zeros, const)",
+        "((dp if factors is None else dp * factors) - delta)",
+        "(dp if factors is None else dp * factors)",
         "two passes",
     ),
     "places by query rows": ("0, features.CuK)\n        behind", "0, features.CuQ)\n        behind", "packed unlike"),

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import cuda.tile as ct
 import numpy as np
@@ -364,6 +365,12 @@ def test_the_kernel_of_lists_compiles(arch):
     kernel = lists_of(lists, *MASKS["documents"])
     p = kernel.problem(seq_q=300, seq_k=300, batch=2)
     assert compile_schedule(kernel, p, space_for(arch, kernel).default(p), arch).facts.spill_bytes == 0
+
+
+def test_the_name_of_a_variant_does_not_hold_where_a_machine_keeps_its_libraries():
+    found = str(code_of(t5_bias, "score_mod")) + str(code_of(alibi, "score_mod"))
+    assert "'cuda.tile'" in found
+    assert str(Path(ct.__file__).parent) not in found
 
 
 # ---- loads of whole tiles --------------------------------------------------------------------------------------------

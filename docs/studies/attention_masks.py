@@ -8,14 +8,15 @@ r"""Mask tensors of `sdpa` on a GPU, served by our kernel: compared with torch's
 `test_mem_efficient_attention_attn_mask_vs_math_ref_grads` (test/test_transformers.py of 2025): the largest error may be so
 many times as large as that of torch's math backend in bfloat16. What is true is computed by the math backend in float64.
 
-`times` times `sdpa` with the setting `masks = own` beside torch's efficient backend, and its cuDNN backend where that takes the
-problem. A backend that refuses a problem as it stands is given keys and values that were repeated for all heads, or a mask cast
-to the type of q, before the clock starts. All calls are captured in CUDA graphs, take turns, and are timed behind a flush of the
-L2 cache. The outputs are compared, too.
+`times` times `sdpa` with the setting `masks = own` beside torch's efficient backend, its cuDNN backend where that takes the
+problem, and what torch chooses. A backend that refuses a problem as it stands is given keys and values that were repeated for
+all heads, or a mask cast to the type of q, before the clock starts. All calls are captured in CUDA graphs, take turns, and are
+timed behind a flush of the L2 cache. The outputs are compared, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import time
@@ -44,7 +45,8 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "every second key": lambda mask: mask.repeat_interleave(2, -1)[..., ::2],
 }
 """Views of a mask `[batch, heads, rows, keys]`, by name."""
-BACKENDS = {"efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+BACKENDS = {"efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "auto": ""}
+"""torch's backends; `auto` is what torch chooses."""
 CELLS = (
     "boolean padding b11k 16x16x16x1024x1024x64",
     "boolean padding b11k 4x16x16x4096x4096x128",
@@ -111,10 +113,10 @@ def mask_of(cell: str, device: str = "cuda") -> Any:
 
 
 def torch_call(backend: str, q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """torch's attention by one backend."""
+    """torch's attention by one backend, or by what it chooses."""
     from torch.nn import attention, functional
 
-    with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
+    with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)) if backend else contextlib.nullcontext():
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -92,8 +92,8 @@ class Settings:
     """What :func:`tiledsched.exhaustive_search` does with stored results. on: it answers from them and adds to them; new: it
     measures again and replaces them; off: it neither reads nor stores any."""
     masks: str = "torch"
-    """What computes `sdpa` with a mask tensor. torch: torch's attention; own: our kernel, which is experimental: no GPU has run
-    it yet."""
+    """What computes `sdpa` with a mask tensor or dropout. torch: torch's attention; own: our kernel, which is experimental: no
+    GPU has run it yet."""
     log_level: str | None = None
     """Least level of messages that the logger `tiledsched` prints to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)

@@ -260,7 +260,13 @@ class FlexFeatures(AttentionFeatures):
 
 def on_reference(problem: Problem, inputs: Mapping[str, Any], scale: float | None) -> tuple[Any, float]:
     """What the reference, which knows the usual softmax scale, returns for tensors by the names of their arrays, in float64; and
-    by how much the scale is larger than the usual one."""
+    by how much the scale is larger than the usual one.
+
+    Raises:
+        UnsupportedError: probabilities are dropped, which it does not do.
+    """
+    if problem.declaration.weight_mod is not None:  # type: ignore[attr-defined]
+        raise UnsupportedError("dropout is computed on the GPU alone; set masks = torch, and torch computes such calls")
     usual = default_scale(problem)
     factor = (usual if scale is None else scale) / usual
     read = {name: on_host(each, "") for name, each in inputs.items()}

@@ -1,55 +1,87 @@
-"""Mask tensors of `sdpa`, served by our kernel with the functions of :mod:`tiledsched.kernels.attention.shipped_mods`.
+"""Mask tensors and dropout of `sdpa`, by our kernel with the functions of :mod:`tiledsched.kernels.attention.shipped_mods`.
 
 No number of a mask is read on the host: whoever writes to its memory, such as the replay of a CUDA graph, need not tell anyone.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tiledsched.kernels.attention.shipped_mods import additive_mask, boolean_mask
+from tiledsched.kernels.attention.dropout import Dropout
+from tiledsched.kernels.attention.shipped_mods import additive_mask, boolean_mask, causal_mask
 from tiledsched.kernels.attention.similarity import FEW_ROWS
+from tiledsched.kernels.attention.variants import variant
 from tiledsched.ops.arguments import odd_scale, unserved
-from tiledsched.ops.block_masks import find_lists, types_of, variant_named
+from tiledsched.ops.block_masks import find_lists, types_of
 from tiledsched.ops.flex import flex_lse_operator, flex_operator
 from tiledsched.serve import process
 from tiledsched.serve.execute import has_tangent
 from tiledsched.serve.plan import beyond_int32
 
+MOST_DROPPED = 0.99
+"""Largest probability of dropout that our kernel serves: in float16 what it divides probabilities by must not be much smaller."""
 
-def attend_masked(q: Any, k: Any, v: Any, mask: Any, scale: float | None, return_lse: bool) -> Any:
-    """Attention with a mask tensor, as torch means it, by our kernel; None where the call is to go to torch.
+
+def attend_masked(
+    q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: str | None, scale: float | None, return_lse: bool
+) -> Any:
+    """Attention with a mask tensor or dropout, as torch means them, by our kernel; None where the call is to go to torch.
 
     A boolean mask is True where a row sees a key; a mask of numbers is added to the scaled scores in float32. Rows that see no
     key give zeros, and a log-sum-exp of minus infinity. Of a boolean mask a launch lists the blocks that are worth a visit.
 
+    Which probabilities are dropped is drawn from torch's generator in each call, and each replay of a CUDA graph: two numbers, of
+    which, and of its place, the kernel makes whether a probability is kept. All schedules drop the same.
+
     Args:
         q, k, v: `[batch, heads, rows, columns]`, or three axes of each.
-        mask: boolean, float32 or of q's dtype, of a shape that broadcasts to `[batch, heads, seq_q, seq_k]`; any strides.
+        mask: None, or boolean, float32 or of q's dtype, of a shape that broadcasts to `[batch, heads, seq_q, seq_k]`.
+        dropout_p: probability that a probability is dropped.
+        causal: top_left, bottom_right or None; None where there is a mask tensor.
         scale: softmax scale or None.
         return_lse: return the log-sum-exp, too.
     """
-    if q.ndim == k.ndim == v.ndim == 3 and mask.ndim < 4:
-        found = attend_masked(q[None], k[None], v[None], mask, scale, return_lse)
+    if q.ndim == k.ndim == v.ndim == 3 and mask is not None and mask.ndim < 4:
+        found = attend_masked(q[None], k[None], v[None], mask, dropout_p, causal, scale, return_lse)
         if found is None:
             return None
         return (found[0][0], found[1][0]) if return_lse else found[0]
-    if not is_own() or odd_scale(scale) or unserved(q, k, v, None, 0.0):
+    if not is_own() or odd_scale(scale) or unserved(q, k, v, None, 0.0) or not 0 <= dropout_p <= MOST_DROPPED:
         return None
-    if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, mask)):
+    if (
+        torch._C._are_functorch_transforms_active()
+        or has_tangent((q, k, v, mask))
+        or (type(q) is not torch.Tensor and is_traceable_wrapper_subclass(q))  # such as distributed tensors
+        or (causal == "bottom_right" and q.shape[2] != k.shape[2])
+    ):
         return None
-    array = read_mask_tensor(mask, q, k)
-    if array is None:
+    masks = () if mask is None else (read_mask_tensor(mask, q, k),)
+    if masks and masks[0] is None:
         return None
-    boolean = mask.dtype == torch.bool
-    score_mod, mask_mod = (None, boolean_mask) if boolean else (additive_mask, None)
-    kernel, lists = variant_named(score_mod, mask_mod, types_of((array,))), None
-    if boolean and q.shape[2] > FEW_ROWS:  # as many lists as the mask has sequences and heads
-        lists = find_lists(kernel, q[: array.shape[0], : array.shape[1]], k, (array,))
+    score_mod, mask_mod = None, causal_mask if causal else None
+    if masks:
+        score_mod, mask_mod = (None, boolean_mask) if mask.dtype == torch.bool else (additive_mask, None)
+    # Drawn on the device, so that a graph that was captured draws anew whenever it is replayed.
+    seed = (torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=q.device),) if dropout_p else ()
+    # A float that torch.compile holds for a variable becomes a number only so.
+    kernel, lists = kernel_of(score_mod, mask_mod, types_of((*masks, *seed)), dropout_p.__float__()), None
+    if mask_mod is not None and q.shape[2] > FEW_ROWS:  # as many lists as the mask has sequences and heads
+        lists = find_lists(kernel, q[: masks[0].shape[0], : masks[0].shape[1]] if masks else q, k, masks)
     operator = flex_lse_operator if return_lse else flex_operator
-    return operator(q, k, v, lists, [array], kernel, scale)
+    return operator(q, k, v, lists, [*masks, *seed], kernel, scale)
+
+
+def kernel_of(score_mod: Any, mask_mod: Any, types: tuple[tuple[int, str], ...], dropout_p: float) -> str:
+    """The name of the kernel of a mask and a probability of dropout, which is made first where need be."""
+    return variant(score_mod, mask_mod, types, None, dropout(dropout_p) if dropout_p else None).name
+
+
+dropout = functools.lru_cache(maxsize=256)(Dropout)
+"""The function that drops with a probability: the same object for the same one, by which its kernel is found."""
 
 
 def is_own() -> bool:
@@ -59,6 +91,7 @@ def is_own() -> bool:
 
 # Under torch.compile: called while tracing and not traced.
 is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
+kernel_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def read_mask_tensor(mask: Any, q: Any, k: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.ops import sharding
@@ -87,11 +88,16 @@ def serve_checked(
 
     The arguments are those of :func:`tiledsched.ops.fallback.attend_in_torch`, and have been checked; and whether gradients must
     be the same in every call, None for what torch's setting says when they are computed.
+
+    Raises:
+        ProblemError: dropout_p is no probability.
     """
     if type(q) is not torch.Tensor:
         sharding.register()
     sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
     reason = odd_scale(scale) or unserved(*sample, attn_mask, dropout_p)
+    if dropout_p and not 0 <= dropout_p <= 1:
+        raise ProblemError(f"dropout_p is a probability, from 0 to 1, got {dropout_p!r}")
     if reason:
         report(reason)
         return attend_in_torch(q, k, v, attn_mask, dropout_p, causal, scale, return_lse, features)

@@ -63,7 +63,8 @@ def sdpa(
         attn_mask: a mask tensor (left to torch, unless the setting `masks` is `own`, or it is `[batch or 1, 1, 1, seq_k]` and
             hides padding at the ends only, which is read from the GPU in each call; key_starts and key_lengths say it without a
             wait), `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
-        dropout_p: probability of dropout; other than 0 left to torch.
+        dropout_p: probability of dropout. Other than 0 it is left to torch, unless the setting `masks` is `own`; then what is
+            dropped follows from two numbers that each call draws from torch's generator.
         is_causal: torch's word for `causal=True`.
         scale: positive softmax scale; 1 / sqrt(head_dim) unless given.
         enable_gqa: accepted and not needed: heads and kv_heads say it.
@@ -285,8 +286,8 @@ def _attend(
         ends = hidden_ends(mask, q, k)
         if ends is not None:
             mask, features = None, read_features(q, k, None, key_starts=ends[0], key_lengths=ends[1])[1]
-    if isinstance(mask, Tensor) and features is NO_FEATURES and not dropout_p and deterministic is None:
-        result = attend_masked(q, k, v, mask, scale, return_lse)
+    if (isinstance(mask, Tensor) or dropout_p) and features is NO_FEATURES and deterministic is None:
+        result = attend_masked(q, k, v, mask, dropout_p or 0.0, alignment, scale, return_lse)
         if result is not None:
             return result
     return serve_checked(q, k, v, mask, dropout_p, alignment, scale, return_lse, features, deterministic)

@@ -50,7 +50,7 @@ def test_a_mistake_is_found(wrong):
 
 def test_the_last_line_counts_cells_that_are_ahead():
     rows = [
-        {"cell": name, "over_efficient": ratio, "over_cudnn": "", "good": ratio > 1}
+        {"cell": name, "over_efficient": ratio, "over_cudnn": "", "over_auto": "", "good": ratio > 1}
         for name, ratio in (("a", 2.0), ("b", 0.5))
     ]
     assert study.conclusion("times", rows) == [

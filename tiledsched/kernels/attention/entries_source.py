@@ -25,7 +25,7 @@ ANNOTATIONS = {
 """Array -> its annotation; all others are plain arrays."""
 VARLEN = ("PACKED", "PAGE", "PAGE_BY_PAGE")
 """Constants of packed sequences and of keys in pages."""
-MODS = ("SCORE_MOD", "MASK_MOD", "BLOCK_ROWS", "BLOCK_KEYS")
+MODS = ("SCORE_MOD", "MASK_MOD", "WEIGHT_MOD", "BLOCK_ROWS", "BLOCK_KEYS")
 """Constants of an author's own attention."""
 SPAN = "KV_SPAN"
 """The constant of kernels whose shares a later launch combines."""
@@ -72,7 +72,7 @@ def kernel_source(kind: str, ending: str) -> str:
 
 
 def variant_source(ending: str, given: Sequence[str], arrays: Sequence[str]) -> str:
-    """The text of a kernel with an author's own functions, which it finds under the names `SCORE` and `MASK`.
+    """The text of a kernel with an author's own functions, which it finds under the names `SCORE`, `MASK` and `WEIGHT`.
 
     Args:
         ending: of the kernel's name, one of :data:`LAUNCHES`.
@@ -82,7 +82,7 @@ def variant_source(ending: str, given: Sequence[str], arrays: Sequence[str]) -> 
     """
     *padded, blocks = [each if each in given else "None" for each in VARIANT_ARRAYS]
     own_arrays = "".join(f"{each}, " for each in arrays)
-    rest = ["mods=Mods(SCORE, MASK)", f"Blocks={blocks}", f"arrays=({own_arrays})"]
+    rest = ["mods=Mods(SCORE, MASK, None, WEIGHT)", f"Blocks={blocks}", f"arrays=({own_arrays})"]
     features = [*padded, "window", "window_right", "cap_scale", *rest]
     return _source(VARIANT, (*given, *arrays), (), features, "Attention of an author's own.", ending)
 

@@ -37,6 +37,8 @@ class Mods:
     slope: Any = None
     """`slope(score, b, h, q_idx, kv_idx, *arrays)`: the derivative of `score` in the score, as gradients need it; None where
     `score` is a copy that takes a `derivatives.Dual`."""
+    weight: Any = None
+    """`weight(b, h, q_idx, kv_idx, *arrays)`: what each probability is multiplied with after the softmax; None for no change."""
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,13 @@ def seen_by_mod(columns, rows, keys, const):
     """Whether each row sees each key of a tile, as the author's function says."""
     variant = keys.variant
     return variant.mods.mask(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
+
+
+def weights_by_mod(columns, rows, variant):
+    """What the probabilities of a tile, of any orientation, are multiplied with after the softmax; None where no function
+    says it."""
+    return (
+        None
+        if variant.mods.weight is None
+        else variant.mods.weight(variant.batch, variant.heads, rows - variant.offset, columns, *variant.arrays)
+    )

@@ -36,12 +36,17 @@ def mask_at(mask, b, h, q_idx, kv_idx):
     return found
 
 
-def boolean_mask(b, h, q_idx, kv_idx, mask):
+def boolean_mask(b, h, q_idx, kv_idx, mask, *others):
     """The mask_mod of a boolean mask, as bytes, which the TMA unit loads: not 0 where a row sees a key."""
     return mask_at(mask, b, h, q_idx, kv_idx) != 0
 
 
-def additive_mask(score, b, h, q_idx, kv_idx, mask):
+def causal_mask(b, h, q_idx, kv_idx, *others):
+    """The mask_mod of a causal mask that is aligned at the top left."""
+    return kv_idx <= q_idx
+
+
+def additive_mask(score, b, h, q_idx, kv_idx, mask, *others):
     """The score_mod of a mask of numbers, which are added to the scaled scores in float32; minus infinity hides a key."""
     added = mask_at(mask, b, h, q_idx, kv_idx).astype(ct.float32)
     return ct.where(added > -math.inf, ct.maximum(score + added, FLOOR), -math.inf)

@@ -32,7 +32,14 @@ from tiledsched.kernels.attention.features import (
     unmasked_turns,
     used_values,
 )
-from tiledsched.kernels.attention.mods import listed_step, listed_steps, modified, seen_by_mod, variant_of
+from tiledsched.kernels.attention.mods import (
+    listed_step,
+    listed_steps,
+    modified,
+    seen_by_mod,
+    variant_of,
+    weights_by_mod,
+)
 from tiledsched.kernels.attention.packed import is_filled, offset_in_pages, own_outputs, own_work, pages_of, spans_pages
 from tiledsched.kernels.attention.scheduler import (
     BACKWARD,
@@ -165,6 +172,8 @@ class Constants:
     """Whether a function of the author's changes the scores."""
     MASK_MOD: bool = False
     """Whether a function of the author's says which keys a row sees."""
+    WEIGHT_MOD: bool = False
+    """Whether a function says what probabilities are multiplied with after the softmax."""
     BLOCK_ROWS: int = 0
     """Query rows of a block in the lists of blocks that are not empty; 0 where there are no lists."""
     BLOCK_KEYS: int = 0
@@ -304,7 +313,7 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
 
     first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
     variant = None
-    if const.SCORE_MOD or const.MASK_MOD:
+    if const.SCORE_MOD or const.MASK_MOD or const.WEIGHT_MOD:
         variant = variant_of(place, head, batch, offset, features, const)
     if const.SCORE_MOD:  # changed scores are scaled already; the compiler does not know that this is 1, see LOWEST
         scale_log2 = ct.where(scale_log2 > 0.0, 1.0, 2.0)
@@ -606,7 +615,21 @@ def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
             used_values(values[t], keys, key_tile(keys, i, t, const), const)
             for t in ct.static_iter(range(const.KV_SUBTILES))
         )
+    if const.WEIGHT_MOD:
+        halves = tuple(
+            (halves[s][0], weighted(halves[s][1], rows[s], keys, i, const))
+            for s in ct.static_iter(range(const.Q_SUBTILES))
+        )
     return tuple(accumulate(chain, p, values, const) for chain, p in ct.static_iter(halves))
+
+
+def weighted(p, rows, keys, i, const):
+    """The probabilities of the `i`-th step, multiplied with what a function says. Their sum was taken before."""
+    first = ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
+    return tuple(
+        p[t] * weights_by_mod(key_tile(keys, i, t, const) * const.TILE_N + first, rows, keys.variant)
+        for t in ct.static_iter(range(const.KV_SUBTILES))
+    )
 
 
 def soften(chain, scores, rows, keys, i, MASKED, scale_log2, const):

@@ -53,7 +53,7 @@ WIDE_ARRAY = "Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]"
 """The type of an array of more than 2**31 - 1 elements, in the text of kernels."""
 MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
 """What a function that hides keys is given, before the arrays."""
-MODS = ("score_mod", "mask_mod", "score_grad")
+MODS = ("score_mod", "mask_mod", "score_grad", "weight_mod")
 """The functions of an author, as a kernel has them in `mods`; None for those that he does not give."""
 PLAIN = (bool, int, float, str, type(None))
 REFUSED = (
@@ -94,7 +94,7 @@ def code_of(function: Any, what: str) -> list[Any]:
             return [type(value).__qualname__, *parts, visit(type(value).__call__, where)]
         module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
         if where != what and is_library(module) and (hasattr(value, "__name__") or module.startswith("cuda.")):
-            return f"{module}.{getattr(value, '__qualname__', value)}"
+            return module if isinstance(value, ModuleType) else f"{module}.{getattr(value, '__qualname__', value)}"
         if isinstance(value, ModuleType):
             raise DeclarationError(
                 f"{where}: what it takes of the module {module} is not known; write: from {module} import NAME"
@@ -193,17 +193,19 @@ def rank_of(field: ArrayField) -> int:
     raise DeclarationError('arrays: a shape is text, as in "batch seq_k"')
 
 
-def variant(score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], score_grad: Any = None) -> KernelClass:
+def variant(
+    score_mod: Any, mask_mod: Any, arrays: Sequence[tuple[int, str]], score_grad: Any = None, weight_mod: Any = None
+) -> KernelClass:
     """The kernel of an author's functions and arrays of so many axes and such types, which is made at first.
 
     Raises:
         DeclarationError: as :func:`flex_attention`.
     """
-    if score_mod is None and mask_mod is None:
+    if score_mod is None and mask_mod is None and weight_mod is None:
         raise DeclarationError("give score_mod or mask_mod; attention without either is tiledsched.sdpa")
     if score_grad is not None and score_mod is None:
         raise DeclarationError("score_grad is the derivative of score_mod; give both, or leave out score_grad")
-    functions = (score_mod, mask_mod, score_grad)
+    functions = (score_mod, mask_mod, score_grad, weight_mod)
     key = (*map(id, functions), *arrays)
     if key in _by_functions:
         return _by_functions[key][0]
@@ -257,7 +259,7 @@ def check_parameters(function: Any, what: str, count: int) -> None:
     Raises:
         DeclarationError: it cannot.
     """
-    taken = (("score",) if what != "mask_mod" else ()) + MASK_PARAMETERS
+    taken = (("score",) if what.startswith("score") else ()) + MASK_PARAMETERS
     try:
         inspect.signature(function).bind(*taken, *range(count))
     except TypeError as error:
@@ -316,7 +318,7 @@ def array_fields_of(
 def make(name: str, identity: str, functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> KernelClass:
     """A new kernel; see :func:`variant`."""
     names, fields, sides = array_fields_of(arrays)
-    score_mod, mask_mod, score_grad = map(functions.get, MODS)
+    score_mod, mask_mod, score_grad, weight_mod = map(functions.get, MODS)
     per_batch = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("b"))
     per_head = mask_mod is not None and reads(mask_mod, MASK_PARAMETERS.index("h"))
     listed = lambda p: mask_mod is not None and p.seq_q > FEW_ROWS  # noqa: E731
@@ -337,6 +339,7 @@ def make(name: str, identity: str, functions: Mapping[str, Any], arrays: Sequenc
         },
         "constraints": CONSTRAINTS,
         "mods": (score_mod, mask_mod, score_grad),
+        "weight_mod": weight_mod,
         "mod_arrays": names,
         "identity": identity,
         "Blocks": ts.array("mask_batch mask_heads row_blocks list_length", dtype="int32", when="listed"),
@@ -354,9 +357,10 @@ CONSTRAINTS: Mapping[str, str] = {
     "not listed or (tile_m * q_subtiles // (group_rows if pack_gqa else 1) <= 128 and tile_n * kv_subtiles <= 128)": (
         "tiles of rows and steps over keys lie in one block of 128"
     ),
-    "not listed or (unroll == 1 and kv_direction == 'forward' and kv_splits == 1)": "steps follow the list of blocks",
+    "not listed or (unroll == 1 and kv_direction == 'forward' and kv_splits == 1 and not qk_ahead)": (
+        "steps follow the list of blocks"
+    ),
     "not listed or not pack_gqa or mask_heads == 1": "the heads of a tile have one list of blocks",
-    "not qk_ahead": "what a function loads does not fit beside the scores of two steps",
     "not listed or check_bounds or seq_k % 128 == 0": "a block at the edge has tiles behind the last key",
 }
 
@@ -381,6 +385,7 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     more = {
         "SCORE_MOD": score_mod is not None,
         "MASK_MOD": mask_mod is not None,
+        "WEIGHT_MOD": p.declaration.weight_mod is not None,
         "BLOCK_ROWS": size,
         "BLOCK_KEYS": size,
     }
@@ -405,7 +410,13 @@ def entry_of(kernel: Any, ending: str, given: tuple[str, ...], wide: bool) -> Ca
     from tiledsched.kernels.attention import entries, mods
     from tiledsched.kernels.attention.entries_source import VARIANT, variant_source
 
-    names = {**vars(entries), "Mods": mods.Mods, "SCORE": kernel.mods[0], "MASK": kernel.mods[1]}
+    names = {
+        **vars(entries),
+        "Mods": mods.Mods,
+        "SCORE": kernel.mods[0],
+        "MASK": kernel.mods[1],
+        "WEIGHT": kernel.weight_mod,
+    }
     text = variant_source(ending, given, kernel.mod_arrays)
     found = compiled(f"<{kernel.name}{ending} {' '.join(given)}>", text, names, f"{VARIANT}{ending}")
     wider: Callable[..., None] = entries.widened(found) if wide else found
@@ -531,7 +542,7 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
     rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
     for what, function in functions.items():
-        scores = [numpy.zeros((4, 4), numpy.float32)] if what != "mask_mod" else []
+        scores = [numpy.zeros((4, 4), numpy.float32)] if what.startswith("score") else []
         with contextlib.suppress(
             OutsideError, UnsupportedOperationError
         ):  # only a call knows sizes and the compiler's words

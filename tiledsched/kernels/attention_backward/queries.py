@@ -8,7 +8,7 @@ from __future__ import annotations
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import capped, narrowed, own_keys, seen, unmasked_turns
-from tiledsched.kernels.attention.mods import changed_with_slope, variant_of
+from tiledsched.kernels.attention.mods import changed_with_slope, variant_of, weights_by_mod
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import coordinates, rows_of
 from tiledsched.kernels.attention.tiles import Keys
@@ -103,17 +103,19 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
     v = load_parts(keys.V, index, const.TILE_N, const.TILE_V, const.REST_V, const.LATENCY_DO, const.TMA_LOADS)
     q, gradient, lse, delta = own
     zeros = ct.zeros(score_shape(const), ct.float32)
-    logits, slope = capped(across(k, q, zeros, const), keys, const), None
+    logits, slope, factors = capped(across(k, q, zeros, const), keys, const), None, None
     if const.MODS:
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         logits, slope = changed_with_slope(logits, columns, last, columns < keys.K.shape[2], keys)
+        factors = weights_by_mod(columns, last, keys.variant)
     if slope is not None:
         lse = with_bits(lse)
     p = ct.exp2(logits * scale_log2 - lse, flush_to_zero=True)
     if MASKED and (const.CAUSAL or not const.EVEN):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         p = ct.where(seen(columns, last, keys, const), p, 0.0)
-    ds = p * (across(v, gradient, zeros, const) - delta)
+    dp = across(v, gradient, zeros, const)
+    ds = p * ((dp if factors is None else dp * factors) - delta)
     if slope is not None:
         ds = ct.where(p == 0.0, 0.0, ds * slope)
     if const.SOFTCAP:

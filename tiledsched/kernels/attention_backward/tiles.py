@@ -30,7 +30,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features, capped
-from tiledsched.kernels.attention.mods import changed_with_slope, variant_of
+from tiledsched.kernels.attention.mods import changed_with_slope, variant_of, weights_by_mod
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates
 from tiledsched.kernels.attention.tiles import part_of
@@ -405,22 +405,25 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     q = load_queries(rows.Q, rows, i, const.TILE_D, const.REST_D, const.LATENCY_Q, const)
     scores = carried if const.AHEAD else across(tile.k, q, ct.zeros(score_shape(const), ct.float32), const)
     gradient = load_queries(rows.dOut, rows, i, const.TILE_V, const.REST_V, const.LATENCY_DO, const)
-    logits, slope = capped(scores, tile, const), None
+    logits, slope, factors = capped(scores, tile, const), None, None
     if const.MODS:
         columns, last = places(tile, i, const)
         logits, slope = changed_with_slope(scores, columns, last, last < rows.Q.shape[2] + tile.offset, tile)
+        factors = weights_by_mod(columns, last, tile.variant)
     powers, lse = logits * scale_log2, row_values(rows.LseLog2, rows, i, const)
     if slope is not None:
         lse = with_bits(lse)
     p = ct.exp2(powers - lse, flush_to_zero=True)
     p = masked(p, tile, i, MASKED, const)
     delta = row_values(rows.Delta, rows, i, const)
-    if const.DELTA_FIRST:  # less is left to do once the product is there
+    if factors is not None:
+        dp = across(tile.v, gradient, ct.zeros(score_shape(const), ct.float32), const) * factors - delta
+    elif const.DELTA_FIRST:  # less is left to do once the product is there
         dp = across(tile.v, gradient, ct.broadcast_to(-delta, score_shape(const)), const)
     else:
         dp = across(tile.v, gradient, ct.zeros(score_shape(const), ct.float32), const) - delta
     dk, dv = sums.dk, sums.dv
-    weights = p.astype(gradient[0].dtype)
+    weights = (p if factors is None else p * factors).astype(gradient[0].dtype)
     if const.DV_PLACE == 0:
         dv = add_parts(dv, weights, gradient, const)
     ds = p * dp

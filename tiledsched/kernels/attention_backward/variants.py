@@ -73,6 +73,7 @@ def gradient_of(kernel: Any) -> KernelClass:
         "compiled_rivals": (),
         "derived": AttentionBackward.derived | {name: kernel.derived[name] for name in SIZES},
         "mods": (score_mod, mask_mod, score_grad),
+        "weight_mod": kernel.weight_mod,
         "for_reference": type(name, (), for_reference),
         "mod_arrays": kernel.mod_arrays,
         "identity": kernel.identity,
@@ -173,7 +174,12 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
     from tiledsched.kernels.attention.mods import Mods
     from tiledsched.kernels.attention_backward import entries
 
-    names = {**vars(entries), "Mods": Mods, **dict(zip(("SCORE", "MASK", "SLOPE"), kernel.mods, strict=True))}
+    names = {
+        **vars(entries),
+        "Mods": Mods,
+        **dict(zip(("SCORE", "MASK", "SLOPE"), kernel.mods, strict=True)),
+        "WEIGHT": kernel.weight_mod,
+    }
     text = with_arrays(inspect.getsource(entry), kernel.mod_arrays)
     return compiled(f"<{kernel.name} {entry.__name__}>", text, names, entry.__name__)
 
@@ -188,7 +194,7 @@ def with_arrays(text: str, arrays: Sequence[str]) -> str:
     parameters[place:place] = [ast.arg(each, ast.Name("ct.Array")) for each in arrays]
     taken = ast.Tuple([ast.Name(each) for each in arrays])
     more: dict[str, dict[str, ast.expr]] = {
-        "Features": {"mods": ast.Name("Mods(SCORE, MASK, SLOPE)"), "arrays": taken},
+        "Features": {"mods": ast.Name("Mods(SCORE, MASK, SLOPE, WEIGHT)"), "arrays": taken},
         "tiles.BackwardConstants": {"MODS": ast.Constant(True)},
     }
     for node in ast.walk(function):
