@@ -612,7 +612,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "the other tail": ("x < 0.0, beyond, 1.0 - beyond", "x > 0.0, beyond, 1.0 - beyond", 11),
         "a coefficient's sign": ("-0.18628806", "0.18628806", 11),
         "columns of the first tile": ("tile % column_tiles(const)", "tile % 1", 10),
-        "persistent blocks end early": ("column_tiles(const)\n        for", "1\n        for", 2),
+        "persistent blocks end early": ("TILE_ROWS) * column_tiles(const)\n", "TILE_ROWS)\n", 2),
     },
     "rope": {
         "turned the other way": ("pairs[0] * cos - pairs[1] * sin", "pairs[0] * cos + pairs[1] * sin", 5),

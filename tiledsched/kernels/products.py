@@ -10,8 +10,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
+from tiledsched.kernels.rows import Bool as Bool, Int as Int
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,15 @@ class RowConstants:
     """Index into `row_schedules.LOADS`."""
 
 
+def over_tiles(function, count, persistent, *arguments):
+    """Call a function for each of `count` tiles of the current block: with the tile's index, and with further arguments."""
+    if persistent:
+        for tile in range(ct.bid(0), count, ct.num_blocks(0)):
+            function(tile, *arguments)
+    else:
+        function(ct.bid(0), *arguments)
+
+
 def column_tiles(const):
     """Tiles that a row takes."""
     return (const.COLUMNS + const.TILE_COLUMNS - 1) // const.TILE_COLUMNS

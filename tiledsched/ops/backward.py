@@ -26,7 +26,7 @@ from tiledsched.ops.features import AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
-from tiledsched.serve.execute import has_tangent, in_layout, is_transformed, launch_first, launch_plan
+from tiledsched.serve.execute import has_tangent, in_layout, is_traced, is_transformed, launch_first, launch_plan
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import define
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan
@@ -45,7 +45,6 @@ NO_SECOND = (
 Gradients = tuple[Any, Any, Any, Any]
 """Of q, k, v and sinks; the last is None where there are no sinks."""
 cache: PlanCache[Plan] = PlanCache(call_key)
-_traced = torch.compiler.is_dynamo_compiling
 
 
 def undifferentiable(call: AttentionCall) -> str:
@@ -312,10 +311,10 @@ def gradients(
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
     tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None]
-    if not (_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
+    if not (is_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
         call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
         return differentiate(call, keep_zeros=True)
-    if not _traced():
+    if not is_traced():
         inform_counters()
     if features.backward_operator is not None:
         return _four(features.backward_operator(dout, q, k, v, out, lse, dlse, scale, deterministic))

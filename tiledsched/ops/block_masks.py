@@ -23,7 +23,7 @@ from tiledsched.kernels.attention.variants import BLOCK, HEAD, ordered_blocks, v
 from tiledsched.ops.arguments import check_tensors
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
-from tiledsched.serve.execute import is_plain_call, launch_first, launch_plan
+from tiledsched.serve.execute import is_plain_call, is_traced, launch_first, launch_plan
 from tiledsched.serve.op import define, on_host
 from tiledsched.serve.plan import Plan, choose, make_plan
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
@@ -37,7 +37,6 @@ cache: PlanCache[Plan] = PlanCache(call_key)
 """Plans of the kernels that fill lists."""
 found: PlanCache[Any] = PlanCache(call_key)
 """Block masks of functions that take no arrays, by function, sizes, device and stream."""
-_traced = torch.compiler.is_dynamo_compiling
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +192,7 @@ def read_mods(score_mod: Any, mask_mod: Any, arrays: Any, q: Tensor) -> tuple[An
         ProblemError: as :func:`read_arrays`.
     """
     arrays = read_arrays(arrays, q)
-    if not _traced():  # torch.compile cannot follow
+    if not is_traced():  # torch.compile cannot follow
         score_mod, mask_mod, arrays = tile_mods(score_mod, mask_mod, arrays)
     return score_mod, mask_mod, read_arrays(arrays, q)
 
@@ -228,7 +227,7 @@ def find_lists(kernel: str, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) ->
     Those of a function without arrays are made once for each stream, because another would have to wait for them; and not while a
     CUDA graph is captured, whose memory is its own.
     """
-    is_plain = not _traced() and is_plain_call() and are_ordinary((q, k))
+    is_plain = not is_traced() and is_plain_call() and are_ordinary((q, k))
     if not is_plain or arrays or q.device.type != process.runtime.device_type or process.runtime.is_capturing():
         made: Tensor = lists_operator(q.detach(), k.detach(), list(arrays), kernel)
         return made

@@ -45,7 +45,7 @@ from tiledsched.ops.operator import (
 )
 from tiledsched.ops.plans import AttentionCall, cache, plan_key
 from tiledsched.serve import process
-from tiledsched.serve.execute import has_tangent, is_plain_call, is_transformed, launch_plan
+from tiledsched.serve.execute import has_tangent, is_plain_call, is_traced, is_transformed, launch_plan
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import on_host
 from tiledsched.serve.plan import Plan, beyond_int32
@@ -57,7 +57,6 @@ NO_TRANSFORMS = (
 )
 FLEX_ARGUMENTS = frozenset({"score_mod", "mask_mod", "block_mask", "arrays", "scale", "score_grad"})
 """The arguments of :func:`flex` that make a call of `explain` one of `flex`."""
-_traced = torch.compiler.is_dynamo_compiling
 
 
 class KnownCall(NamedTuple):
@@ -146,7 +145,7 @@ def flex(
     """
     # The short way, as that of `sdpa`. Functions are told apart by identity; `KnownCall` holds them, so that it stays theirs.
     if (
-        not _traced()
+        not is_traced()
         and type(q) is Tensor
         and type(k) is Tensor
         and type(v) is Tensor
@@ -379,7 +378,7 @@ def _attend(
             "flex takes no nested tensors; pack the sequences, and have mask_mod hide each from the others"
         )
     check_tensors(q, k, v)
-    if not _traced():
+    if not is_traced():
         if torch._C._are_functorch_transforms_active() or has_tangent((q, k, v, *read_arrays(arrays, q))):
             raise UnsupportedError(NO_TRANSFORMS)
         inform_counters()
@@ -396,7 +395,7 @@ def _attend(
     kernel, lists, _, scale_read = _read(q, k, v, score_mod, mask_mod, block_mask, arrays, scale, score_grad)
     operator = flex_lse_operator if return_lse else flex_operator
     result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
-    if not _traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
+    if not is_traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
         of_mask = None if mask_mod is None else _stream_of(q)
         of_mask = of_mask if block_mask is None else block_mask.key
         key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)

@@ -16,11 +16,11 @@ from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.ops import sharding
 from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
-from tiledsched.ops.backward import gradients, undifferentiable
+from tiledsched.ops.backward import FEATURES, gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
-from tiledsched.serve.execute import has_tangent, is_transformed, launch_first
+from tiledsched.serve.execute import has_tangent, is_traced, is_transformed, launch_first
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import define
 from tiledsched.serve.plan import Plan
@@ -28,8 +28,6 @@ from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 
 NO_TANGENT = "forward-mode derivatives are asked for and the kernel has none"
 ARGUMENTS = f"Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, {SCHEMA}, bool? deterministic=None"
-FEATURES = len(NO_FEATURES)
-_traced = torch.compiler.is_dynamo_compiling
 trained: PlanCache[Plan] = PlanCache(plan_key)
 """The plans in `cache` whose calls were found to be differentiable."""
 
@@ -103,7 +101,7 @@ def serve_checked(
     if reason:
         report(reason)
         return attend_in_torch(q, k, v, attn_mask, dropout_p, causal, scale, return_lse, features)
-    if not _traced():
+    if not is_traced():
         inform_counters()
     operator = sdpa_lse_operator if return_lse else sdpa_operator
     if deterministic is not None:

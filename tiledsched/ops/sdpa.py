@@ -21,13 +21,12 @@ from tiledsched.ops.masks import attend_masked
 from tiledsched.ops.operator import DifferentiableAttention, cast_for_autocast, find_trained, serve_checked
 from tiledsched.ops.padding import hidden_ends
 from tiledsched.ops.plans import AttentionCall, find_ready, launch_attention
-from tiledsched.serve.execute import explain_plan, is_plain_call, launch_plan
+from tiledsched.serve.execute import explain_plan, is_plain_call, is_traced, launch_plan
 from tiledsched.serve.explain import Explanation
 from tiledsched.serve.plan import Plan
 from tiledsched.serve.process import forget_kernels, settings
 
 __all__ = ["Plan", "explain", "plan_for", "reload", "sdpa", "settings"]
-_traced = torch.compiler.is_dynamo_compiling
 
 
 def sdpa(
@@ -99,7 +98,7 @@ def sdpa(
     # The short way: all that stands between a call and the launch in the common case. Whatever is special goes the long
     # way, through the operator, and so does the first call of each kind. Nested tensors would end the process in find_ready.
     if (
-        not _traced()
+        not is_traced()
         and type(q) is Tensor
         and type(k) is Tensor
         and type(v) is Tensor

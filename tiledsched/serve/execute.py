@@ -34,6 +34,8 @@ MAX_SHARED_BYTES, MAX_SHARED = 1 << 20, 64
 making them costs the host more than everything else but the launch."""
 RELAXED = 2
 """CUDA's mode of a thread whose calls do not end the captures of other threads."""
+is_traced = torch.compiler.is_dynamo_compiling
+"""Whether torch.compile is tracing the caller."""
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _autocast = torch.is_autocast_enabled
 _transform_level = torch._C._functorch.maybe_current_level

@@ -35,6 +35,7 @@ from tiledsched.serve.execute import (
     in_layout,
     in_lists,
     is_plain_call,
+    is_traced,
     is_transformed,
     launch_first,
     launch_plan,
@@ -48,7 +49,6 @@ from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _PLAIN = (Tensor, TorchParameter)
-_traced = torch.compiler.is_dynamo_compiling
 _operators: dict[str, Operator] = {}
 _library_of = functools.cache(functools.partial(torch.library.Library, kind="FRAGMENT"))
 
@@ -143,7 +143,7 @@ class Operator:
             UnsupportedError: they are not on a CUDA device, or the GPU's arch has no search space.
             LaunchError: a launch failed, or a CUDA graph is being captured and these programs never ran.
         """
-        if _traced():
+        if is_traced():
             return self._overload(*given, **named)
         count, tail = len(given), None if named else self._tails.get(len(given))
         given = self._bind(given, named) if tail is None else given + tail

@@ -26,6 +26,7 @@ from tiledsched.kernels.attention.features import Features
 from tiledsched.kernels.attention.flat import run_flat_loop  # noqa: F401
 from tiledsched.kernels.attention.split import Combining, combine_shares, compute_share, compute_split  # noqa: F401
 from tiledsched.kernels.attention.tiles import Constants, schedule_work  # noqa: F401
+from tiledsched.kernels.rows import Bool, Int
 
 # The head dimension is a compile-time constant. Saying so also keeps cuTile from making a size-one batch axis static,
 # which would give batch 1 its own machine code.
@@ -39,8 +40,6 @@ PartialArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2), 
 StateArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
 ShareArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2, 3), static_stride_dims=(0, 1, 2, 3))]
 CounterArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,), static_stride_dims=(1,))]
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
 
 
 def attention_combine(

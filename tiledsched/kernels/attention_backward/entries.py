@@ -15,13 +15,12 @@ import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features
 from tiledsched.kernels.attention_backward import queries, rows, tiles
+from tiledsched.kernels.rows import Bool, Int
 
 # Columns are compile-time constants. Saying so also keeps cuTile from making a size-one batch axis static, which would give
 # batch 1 its own machine code.
 HeadArray = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
 RowArray = Annotated[ct.Array, ct.ArrayAnnotation(static_stride_dims=(2,))]
-Int = ct.Constant[int]
-Bool = ct.Constant[bool]
 
 
 def attention_backward_rows(

@@ -12,16 +12,18 @@ import cuda.tile as ct
 LOG2_E = 1.0 / math.log(2.0)
 
 
+def place_of(row_tiles, heads):
+    """(tile of rows, head, batch) of the current block."""
+    return ct.bid(0) % row_tiles, ct.bid(0) // row_tiles % heads, ct.bid(0) // row_tiles // heads
+
+
 def prepare_rows(Out, dOut, Lse, dLse, CuQ, LseLog2, Delta, dQSum, ROWS, TILE_V, TILE_DQ, ADDS):
     """Delta and LseLog2 of ROWS rows, and with ADDS zeros in dQSum. `dLse` and `CuQ` may be None.
 
     Rows that do not exist, see nothing or lie behind the last packed sequence have infinite LseLog2, so that their probabilities
     are 0.
     """
-    row_tiles = LseLog2.shape[2] // ROWS
-    row = ct.bid(0) % row_tiles
-    head = ct.bid(0) // row_tiles % Out.shape[1]
-    batch = ct.bid(0) // row_tiles // Out.shape[1]
+    row, head, batch = place_of(LseLog2.shape[2] // ROWS, Out.shape[1])
     if row * ROWS < Out.shape[2]:
         block, index = (1, 1, ROWS, TILE_V), (batch, head, row, 0)
         out = ct.load(Out, index, block, padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
@@ -52,10 +54,7 @@ def prepare_rows(Out, dOut, Lse, dLse, CuQ, LseLog2, Delta, dQSum, ROWS, TILE_V,
 
 def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ):
     """ROWS rows of dQ, scaled and rounded, from their sums."""
-    row_tiles = ct.cdiv(dQ.shape[2], ROWS)
-    row = ct.bid(0) % row_tiles
-    head = ct.bid(0) // row_tiles % dQ.shape[1]
-    batch = ct.bid(0) // row_tiles // dQ.shape[1]
+    row, head, batch = place_of(ct.cdiv(dQ.shape[2], ROWS), dQ.shape[1])
     total = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)  # so that -0 becomes 0
     total = total + ct.load(dQSum, (batch, head, row, 0), (1, 1, ROWS, TILE_DQ), check_bounds=False)
     ct.store(dQ, (batch, head, row, 0), (total * scale).astype(dQ.dtype))
@@ -63,10 +62,7 @@ def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ):
 
 def sum_groups(dKParts, dVParts, dK, dV, ROWS, TILE_D, TILE_V, GROUP):
     """ROWS rows of dK and dV from the sums of each query head, added up in the order of the heads."""
-    row_tiles = ct.cdiv(dK.shape[2], ROWS)
-    row = ct.bid(0) % row_tiles
-    head = ct.bid(0) // row_tiles % dK.shape[1]
-    batch = ct.bid(0) // row_tiles // dK.shape[1]
+    row, head, batch = place_of(ct.cdiv(dK.shape[2], ROWS), dK.shape[1])
     dk = ct.zeros((1, 1, ROWS, TILE_D), ct.float32)
     dv = ct.zeros((1, 1, ROWS, TILE_V), ct.float32)
     for member in range(GROUP):

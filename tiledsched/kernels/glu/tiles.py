@@ -13,7 +13,7 @@ import math
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import LOG2_E, Bool, Int, RowConstants, column_tiles, load_rows, store_rows
+from tiledsched.kernels.rows import LOG2_E, Bool, Int, RowConstants, column_tiles, load_rows, over_tiles, store_rows
 
 SILU, GELU, GELU_TANH = range(3)
 """Activations, by the index into `declaration.ACTIVATIONS`."""
@@ -37,15 +37,11 @@ at most 1.2e-7. From Press et al., Numerical Recipes, section on the error funct
 def glu(Gate, Up, Out, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, PERSISTENT: Bool, LOADS: Int, ACTIVATION: Int):
     """Out = activation(Gate) * Up, all `[rows, columns]`. Blocks walk along a row of tiles before they take the next."""
     const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, True, PERSISTENT, LOADS)
-    if const.PERSISTENT:
-        tiles = ct.cdiv(Gate.shape[0], const.TILE_ROWS) * column_tiles(const)
-        for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
-            gate_tile(Gate, Up, Out, tile, ACTIVATION, const)
-    else:
-        gate_tile(Gate, Up, Out, ct.bid(0), ACTIVATION, const)
+    tiles = ct.cdiv(Gate.shape[0], TILE_ROWS) * column_tiles(const)
+    over_tiles(gate_tile, tiles, PERSISTENT, Gate, Up, Out, ACTIVATION, const)
 
 
-def gate_tile(Gate, Up, Out, tile, activation, const):
+def gate_tile(tile, Gate, Up, Out, activation, const):
     """One tile, counted row of tiles by row of tiles."""
     row, column = tile // column_tiles(const), tile % column_tiles(const)
     gate = load_rows(Gate, row, column, const)

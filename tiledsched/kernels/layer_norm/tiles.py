@@ -20,6 +20,7 @@ from tiledsched.kernels.rows import (
     column_tiles,
     load_rows,
     load_vector,
+    over_tiles,
     store_rows,
 )
 
@@ -46,14 +47,11 @@ def layer_norm(
     bias = load_vector(B, 0, const) if biased and one else None
     W = W if weighted and not one else None
     B = B if biased and not one else None
-    if const.PERSISTENT:
-        for row in range(ct.bid(0), ct.cdiv(X.shape[0], const.TILE_ROWS), ct.num_blocks(0)):
-            normalise_rows(X, W, B, Out, eps, row, weight, bias, const)
-    else:
-        normalise_rows(X, W, B, Out, eps, ct.bid(0), weight, bias, const)
+    row_tiles = ct.cdiv(X.shape[0], TILE_ROWS)
+    over_tiles(normalise_rows, row_tiles, PERSISTENT, X, W, B, Out, eps, weight, bias, const)
 
 
-def normalise_rows(X, W, B, Out, eps, row, weight, bias, const):
+def normalise_rows(row, X, W, B, Out, eps, weight, bias, const):
     """One tile of rows. `weight` and `bias` are tiles where a row is one tile; else W and B are arrays. Each may be None."""
     if column_tiles(const) == 1:
         x = load_rows(X, row, 0, const)

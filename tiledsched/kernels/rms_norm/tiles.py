@@ -11,7 +11,16 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import Bool, Int, RowConstants, column_tiles, load_rows, load_vector, store_rows
+from tiledsched.kernels.rows import (
+    Bool,
+    Int,
+    RowConstants,
+    column_tiles,
+    load_rows,
+    load_vector,
+    over_tiles,
+    store_rows,
+)
 
 
 def rms_norm(X, W, Out, eps, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):
@@ -31,14 +40,11 @@ def rms_norm_residual(
 def normalise(X, R, W, Sum, Out, eps, const):
     """All rows of the current block. `R` and `Sum` are None without a residual."""
     weight = load_vector(W, 0, const) if column_tiles(const) == 1 else None
-    if const.PERSISTENT:
-        for row in range(ct.bid(0), ct.cdiv(X.shape[0], const.TILE_ROWS), ct.num_blocks(0)):
-            normalise_rows(X, R, W, Sum, Out, eps, row, weight, const)
-    else:
-        normalise_rows(X, R, W, Sum, Out, eps, ct.bid(0), weight, const)
+    arguments = (X, R, W, Sum, Out, eps, weight, const)
+    over_tiles(normalise_rows, ct.cdiv(X.shape[0], const.TILE_ROWS), const.PERSISTENT, *arguments)
 
 
-def normalise_rows(X, R, W, Sum, Out, eps, row, weight, const):
+def normalise_rows(row, X, R, W, Sum, Out, eps, weight, const):
     """One tile of rows; `weight` is W where a row is one tile."""
     if column_tiles(const) == 1:
         x = summed(X, R, Sum, row, 0, const)

@@ -13,7 +13,17 @@ import math
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import LOG2_E, Bool, Int, RowConstants, column_indices, column_tiles, load_rows, store_rows
+from tiledsched.kernels.rows import (
+    LOG2_E,
+    Bool,
+    Int,
+    RowConstants,
+    column_indices,
+    column_tiles,
+    load_rows,
+    over_tiles,
+    store_rows,
+)
 
 LOWEST = -3.4e38
 """A running maximum below every element and yet finite, so that padding does not make NaN: minus infinity less LOWEST has the
@@ -24,14 +34,10 @@ exponential 0, and LOWEST less a maximum is 0 or below. Differences come before 
 def softmax(X, Out, columns: Int, TILE_ROWS: Int, TILE_COLUMNS: Int, HOLD: Bool, PERSISTENT: Bool, LOADS: Int):
     """Out = softmax of each row of X, both `[rows, columns]`."""
     const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
-    if const.PERSISTENT:
-        for row in range(ct.bid(0), ct.cdiv(X.shape[0], const.TILE_ROWS), ct.num_blocks(0)):
-            soften_rows(X, Out, row, const)
-    else:
-        soften_rows(X, Out, ct.bid(0), const)
+    over_tiles(soften_rows, ct.cdiv(X.shape[0], TILE_ROWS), PERSISTENT, X, Out, const)
 
 
-def soften_rows(X, Out, row, const):
+def soften_rows(row, X, Out, const):
     """One tile of rows."""
     if column_tiles(const) == 1:
         x = scores(X, row, 0, const)

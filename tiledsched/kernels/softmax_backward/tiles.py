@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import Bool, Int, RowConstants, column_tiles, load_rows, load_tile, store_rows
+from tiledsched.kernels.rows import Bool, Int, RowConstants, column_tiles, load_rows, load_tile, over_tiles, store_rows
 
 
 def softmax_backward(
@@ -18,14 +18,10 @@ def softmax_backward(
 ):
     """dX of each row, from dOut and Out = softmax of X, all `[rows, columns]`."""
     const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, HOLD, PERSISTENT, LOADS)
-    if const.PERSISTENT:
-        for row in range(ct.bid(0), ct.cdiv(Out.shape[0], const.TILE_ROWS), ct.num_blocks(0)):
-            differentiate_rows(dOut, Out, dX, row, const)
-    else:
-        differentiate_rows(dOut, Out, dX, ct.bid(0), const)
+    over_tiles(differentiate_rows, ct.cdiv(Out.shape[0], TILE_ROWS), PERSISTENT, dOut, Out, dX, const)
 
 
-def differentiate_rows(dOut, Out, dX, row, const):
+def differentiate_rows(row, dOut, Out, dX, const):
     """One tile of rows."""
     tiles = column_tiles(const)
     if tiles == 1 or const.HOLD:
