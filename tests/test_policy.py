@@ -93,6 +93,12 @@ CHOSEN = {
         SHARES,
     ),
     "the copies alone, with shares by the model": (FEW, COPIES, {}, PLAIN.replace(kv_splits=4, kv_combine="launch")),
+    "other shares by the model than those whose launches overlap": (
+        FEW.replace(batch=64),
+        [entry(FEW, SHARES.replace(kv_splits=16, pdl=1))],
+        {},
+        SHARES.replace(kv_splits=64, kv_combine="in_order"),
+    ),
 }
 
 

@@ -54,6 +54,10 @@ def source(
     """
     used = sorted(dict.fromkeys(leaf.best for leaf in tree.leaves()), key=lambda each: needs.get(each, ""))
     knobs = {knob: [_literal(schedules[each][knob]) for each in used] for knob in schedules[used[0]]}
+    if set(knobs.get("pdl", ())) == {
+        "0"
+    }:  # ordinary launches: sources baked before kernels had this knob stay as they are
+        del knobs["pdl"]
     varying = [knob for knob, values in knobs.items() if len(set(values)) > 1]
     same = "".join(f", {knob}={values[0]}" for knob, values in knobs.items() if knob not in varying)
     rows = [f"({''.join(f'{knobs[knob][place]},' for knob in varying)})" for place in range(len(used))]

@@ -180,7 +180,7 @@ SAME_CODE = {"sm_120": "sm_121", "sm_121": "sm_120"}
 fingerprints. What was measured on one says for the other what another device of the same arch says."""
 
 
-LIMITS = ("sm_count", "shared_memory_bytes", "registers_per_sm")
+LIMITS = ("sm_count", "shared_memory_bytes", "registers_per_sm", "compute_capability")
 """Numbers of the arch that constraints may read; a search-space file may add others."""
 SHARED_MEMORY_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376, "sm_121": 101376}
 """Most shared memory of one block in bytes; 232448 on all other archs."""
@@ -192,6 +192,7 @@ def arch_limits(arch: str) -> dict[str, int]:
         "sm_count": arch_spec(arch).sm_count,
         "shared_memory_bytes": SHARED_MEMORY_BYTES.get(arch, 232448),
         "registers_per_sm": 65536,
+        "compute_capability": int(arch[3:]),
     }
 
 

@@ -142,9 +142,11 @@ class Schedule(Mapping[str, KnobValue]):
 
     @property
     def id(self) -> str:
-        """Stable 12-digit hex id of the canonical JSON."""
+        """Stable 12-digit hex id of the canonical JSON, without `pdl` where that is 0: what was stored and built before kernels
+        had this knob keeps its id, by which ties are broken, too.
+        """
         if self._id is None:
-            self._id = stable_id(self._values)
+            self._id = stable_id(dict(each for each in self._values.items() if each != ("pdl", 0)))
         return self._id
 
     def number(self, name: str) -> int:

@@ -393,7 +393,8 @@ class SearchSpace:
     ) -> Iterator[Schedule]:
         """Yield every schedule that can work for `problem` and differs from `schedule` in at most `changes` knobs, fewest first.
 
-        Schedules that are not explored are included. Knobs in `pinned` are not changed.
+        Schedules that are not explored are included. Knobs in `pinned` are not changed, and `pdl` is changed alone: how launches
+        overlap says little of what else is fast.
         """
         others = {
             name: [choice for choice in knob.choices if choice != schedule[name]]
@@ -401,7 +402,8 @@ class SearchSpace:
             if name not in pinned
         }
         for count in range(1, changes + 1):
-            for changed in itertools.combinations(others, count):
+            names = (name for name in others if count == 1 or name != "pdl")
+            for changed in itertools.combinations(names, count):
                 for choices in itertools.product(*(others[name] for name in changed)):
                     found = schedule.replace(**dict(zip(changed, choices, strict=True)))
                     if not self.unworkable(found, problem):

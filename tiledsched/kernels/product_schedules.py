@@ -24,6 +24,12 @@ MODELS = {
 """(n, k) of the projections of queries, keys and values together, of the attention's output, and of the two halves of the
 feed-forward network; from the models' published configurations (Llama 3.1, Qwen 2.5).
 """
+OVERLAP = ts.knob(
+    (0, 1, 2),
+    about="when the sum behind shares may begin: after the product (0), once its blocks have ended (1), or have begun (2)",
+    measured_only=True,
+)
+"""The knob `pdl`; :mod:`tiledsched.core.chains` says what it does."""
 COMBINE_ELEMENTS = 2048
 """Elements of a tile of `combine`: 16 a thread, four loads of 16 bytes for each share."""
 FEWEST_COMBINED_COLUMNS = 32

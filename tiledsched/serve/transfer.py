@@ -217,7 +217,8 @@ def _with_own_shares(schedule: Schedule, problem: Problem, space: SearchSpace, s
     on which it won are expected to cost more than :data:`SHARE_LOSS`."""
     knobs = [name for name in problem.declaration.similarity.share_knobs(problem) if name in space.knobs]
     choices = itertools.product(*(space.knobs[name].choices for name in knobs))
-    varied = (schedule.replace(**dict(zip(knobs, values, strict=True))) for values in choices)
+    alone = schedule.replace(pdl=0) if "pdl" in schedule else schedule  # other shares may have no second launch
+    varied = (alone.replace(**dict(zip(knobs, values, strict=True))) for values in choices)
     valid = [each for each in varied if each == schedule or not space.unworkable(each, problem)]
     best = min(valid, key=lambda each: (log_us(problem, each, spec), each.id), default=schedule)
     gains = log_us(problem, schedule, spec) - log_us(problem, best, spec) > SHARE_LOSS

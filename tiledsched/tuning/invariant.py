@@ -99,8 +99,9 @@ class InvariantTune:
         """The schedule most like one that has an order, and those that differ from it in one knob and claim another order."""
         yield (base := self.kernel.ordered(p, base))
         order = self.kernel.reduction_order
+        alone = {"pdl": 0} if "pdl" in base else {}  # another order may have no second launch
         for name in self.space.knobs.keys() - self.tuner.pinned:
-            others = (base.replace(**{name: value}) for value in self.space.knobs[name].choices)
+            others = (base.replace(**{**alone, name: value}) for value in self.space.knobs[name].choices)
             yield from (each for each in others if order(p, each) != order(p, base))
 
     def find_groups(self, tried: Mapping[Problem, Sequence[Schedule]]) -> None:

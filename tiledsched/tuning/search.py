@@ -61,6 +61,8 @@ OUT_OF_TIME = "the budget ended first"
 """Why a problem has no result that the budget did not reach."""
 NO_SEARCH = "no search"
 """What the source of an entry says that stands on a race of what was served, without a search."""
+MOST_OVERLAPPING = 4
+"""Most programs that race because their launches overlap otherwise: the two other ways of the two fastest schedules."""
 LOOKS = {
     regime: replace(rules, most_rounds=rules.opening_rounds + rules.heat_rounds) for regime, rules in RULES.items()
 }
@@ -448,6 +450,15 @@ class ProblemSearch(ProblemTune):
         """What races in any case: what is served and the default, or without finalists only what is served."""
         return [*incumbents, self.default][: None if self.tuner.effort.finalists else 1]
 
+    def overlapping(self, schedules: Iterable[Schedule]) -> list[Schedule]:
+        """The fastest of some schedules that have several launches, the fastest first, with these launches overlapping in other
+        ways, which no search lists; none where only listed schedules may race, nothing is searched, or there is no time left."""
+        if not self.tuner.most_programs or self.space.candidates or time.monotonic() > self.deadline_s:
+            return []
+        fixed = {*self.space.knobs, *self.tuner.pinned} - {"pdl"}
+        others = (self.space.neighbours(each, self.problem, pinned=fixed, changes=1) for each in schedules)
+        return list(itertools.islice(itertools.chain.from_iterable(others), MOST_OVERLAPPING))
+
     def decide(self, trials: Trials, tried: Sequence[Schedule]) -> TuneResult:
         """Race the leaders and the default afresh and store the winner. What is served already keeps its place in a tie."""
         problem, finalists_wanted = self.problem, self.tuner.effort.finalists
@@ -456,10 +467,11 @@ class ProblemSearch(ProblemTune):
             schedule for schedule in preferred if schedule not in trials.times
         ]  # time ran out before their turn
         ordered = [*trials.ranked, *unreached]
-        self.compiled += self.builder.build([*ordered[: 4 * finalists_wanted], *preferred], problem)
-        programs = self.builder.programs(ordered, problem, self.runner.device)
+        always = {*preferred, *(overlapping := self.overlapping(ordered[:finalists_wanted]))}
+        self.compiled += self.builder.build([*ordered[: 4 * finalists_wanted], *preferred, *overlapping], problem)
+        programs = self.builder.programs([*ordered, *overlapping], problem, self.runner.device)
         finalists = programs[:finalists_wanted]
-        finalists += [each for each in programs[finalists_wanted:] if set(preferred) & set(each.schedules)]
+        finalists += [each for each in programs[finalists_wanted:] if always & set(each.schedules)]
         tried = tried or list(dict.fromkeys(preferred))
         if not finalists:
             raise self.nothing_works(tried)

@@ -137,4 +137,4 @@ def ordered(p: Problem, s: Schedule) -> Schedule:
         return changed.replace(kv_splits=1) if p.packed else changed
     steps = -(-int(p.seq_k) // (splits(p, s) * step_keys(s)))
     span = min(max(1 << (steps - 1).bit_length(), SMALLEST_SPAN), LARGEST_SPAN)
-    return changed.replace(kv_splits=span, kv_combine="in_order", column_parts=1)
+    return changed.replace(kv_splits=span, kv_combine="in_order", column_parts=1, pdl=0)

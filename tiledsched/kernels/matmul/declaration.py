@@ -18,6 +18,7 @@ from tiledsched.kernels.matmul.rivals import raced
 from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
 from tiledsched.kernels.product_schedules import (
     MODELS,
+    OVERLAP,
     Launch,
     Product,
     ProductSimilarity,
@@ -125,6 +126,7 @@ class Matmul(Product, Kernel):
             weight=1.0,
         ),
         "PAD": ts.knob((False, True), about="copy operands first, so that TMA can load them", weight=5.0),
+        "pdl": OVERLAP,
         "occupancy": ts.knob((0, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
         "LATENCY": ts.knob((0, 6), about="latency hint of the main loop's loads", measured_only=True),
     }
@@ -136,6 +138,9 @@ class Matmul(Product, Kernel):
         "REST_N == 0 or SPLIT_K == 1": "partial products are of one part",
         "not PAD or odd": "operands that TMA can load need no copy",
         "not PAD or SPLIT_K == 1": "partial products are made of the operands themselves",
+        "pdl == 0 or (compute_capability >= 90 and SPLIT_K > 1)": (
+            "it is for the sum behind shares, and programmatic dependent launch begins with sm_90"
+        ),
         "SPLIT_K > 0 or TILE_M * TILE_N <= 2048 * num_worker_warps * num_ctas": "registers hold the sums of a share and of all",
     }
     exploring = {
@@ -151,6 +156,7 @@ class Matmul(Product, Kernel):
         "m > 128 or TILE_M <= 128": "rows beyond the last are multiplied for nothing",
         "REST_N == 0 or not PERSISTENT": "the compiler (13.4 on sm_90) waits for each of two parts' products in such loops",
         "REST_N == 0 or TILE_K == 64 or TILE_M < 64": "longer steps are tried on one part",
+        "pdl == 0": "only the fastest schedules are raced with overlapping launches",
         "SPLIT_K > 0": "shares of one block only have the bits of shares of several, for numerics invariant",
         "SPLIT_K == 1 or (k >= 1024 and m * n * SPLIT_K <= 512 * TILE_M * TILE_N)": "enough work tiles without a split",
         "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",

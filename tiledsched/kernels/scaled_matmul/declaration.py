@@ -22,6 +22,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.product_model import ProductCost, step_cycles
 from tiledsched.kernels.product_schedules import (
     MODELS,
+    OVERLAP,
     Launch,
     Product,
     ProductSimilarity,
@@ -143,6 +144,7 @@ class ScaledMatmul(Product, Kernel):
         "PERSISTENT": ts.knob((True, False), about="whether a block takes several work tiles", weight=0.4),
         "SPLIT_K": ts.knob((1, 2, 4, 8), about="blocks that share the walk over k of a work tile", weight=1.0),
         "occupancy": ts.knob((0, 2), about="blocks an SM should hold; 0 leaves it to the compiler", weight=0.4),
+        "pdl": OVERLAP,
         "LATENCY": ts.knob((6, 0), about="latency hint of the main loop's loads", measured_only=True),
     }
     requires = {
@@ -154,6 +156,9 @@ class ScaledMatmul(Product, Kernel):
         "TILE_M >= 64 * num_ctas or num_ctas == 1": "a cluster divides the rows of a tile",
         "num_ctas == 1 or shared_memory_bytes > 200000": "clusters share loads on the data-center archs since sm_90",
         "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",
+        "pdl == 0 or (compute_capability >= 90 and SPLIT_K > 1)": (
+            "it is for the sum behind shares, and programmatic dependent launch begins with sm_90"
+        ),
     }
     exploring = {
         "SWAP or TILE_M >= 64": "narrower tiles are converted to 16 bits first",
@@ -177,6 +182,7 @@ class ScaledMatmul(Product, Kernel):
         "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 16384)": "the order is tried on large tiles",
         "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
         "LATENCY == 6 or TILE_M * TILE_N >= 16384": "without the hint large tiles are tried",
+        "pdl == 0": "only the fastest schedules are raced with overlapping launches",
     }
     suites = SUITES
     cost = ScaledMatmulCost()
