@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,10 @@ def late_rows(b, h, q_idx, kv_idx):
 
 def by_head(b, h, q_idx, kv_idx):
     return q_idx - kv_idx > 70 * h
+
+
+def hiding(score, b, h, q_idx, kv_idx):
+    return ct.where(kv_idx < q_idx, score, -math.inf)
 
 
 def by_sequence(b, h, q_idx, kv_idx):
@@ -120,6 +125,8 @@ CASES = {
     "late rows": (LATE, {"seq_q": 270, "seq_k": 256, "lse": True}, {"loop_split": True}),
     "late rows by narrow tiles": (LATE, {"seq_q": 270, "seq_k": 256, "lse": True}, NARROW),
     "heads": (BY_HEAD, {**GROUP, "lse": True}, {"loop_split": True, "tile_n": 32}),
+    "heads combined later": (BY_HEAD, {"seq_q": 40, **GROUP, "lse": True}, LATER),
+    "hidden by scores": (flex_attention(score_mod=hiding), {"seq_q": 40, "lse": True}, LATER),
     "packed heads": (BY_HEAD, {"seq_q": 16, "causal": True, **GROUP, "lse": True}, PACK | {"kv_direction": "backward"}),
     "sequences": (BY_SEQUENCE, {"batch": 2, **GROUP}, {"loop_split": True}),
     "slopes": (ALIBI, {"seq_q": 150, **GROUP, "dtype": "bfloat16"}, {"loop_split": True, "persistent": "strided"}),
@@ -431,6 +438,8 @@ MUTATIONS = [
     ("min(batch, features.Blocks.shape[0] - 1)", "0", "sequences"),
     ("min(head, features.Blocks.shape[1] - 1)", "0", "heads"),
     ("visible = visible & seen_by_mod(columns, rows, keys, const)", "pass", "bfloat16"),
+    ("or const.MASK_MOD\n", "\n", "heads combined later"),
+    ("or const.SCORE_MOD\n", "\n", "hidden by scores"),
     ("elif const.MASK_MOD:  # which may hide any key\n        first_masked = 0", "", "few rows"),
     ("scores * variant.scale", "scores", "slopes"),
     ("ct.broadcast_to(ct.astype(changed, ct.float32), scores.shape)", "ct.astype(changed, ct.float32)", "level"),

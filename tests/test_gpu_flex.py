@@ -69,12 +69,13 @@ def test_gradients(name, keys):
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
-@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (64, 65), (129, 300)])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 1000), (16, 3000), (64, 65), (129, 300)])
 def test_masks_of_sdpa(kind, rows, keys):
     q = torch.randn(2, 4, rows, 64, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(2, 4, keys, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     mask = torch.rand(2, 1, rows, keys, device="cuda") < 0.7
     mask[..., 0] = True
+    mask[1, :, ::2] = False  # rows that see no key
     mask = mask if kind == "boolean" else torch.where(mask, 0.5, -torch.inf).bfloat16()
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), attn_mask=mask if kind == "boolean" else mask.double()

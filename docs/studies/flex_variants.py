@@ -246,7 +246,9 @@ def cells(
     """The problems that are timed: variant, batch, heads, keys and width of heads."""
     for keys, width, name in itertools.product(sizes, widths, names):
         batch, heads = max(1, TOKENS // keys), HIDDEN // width
-        if name != "dense_bias" or heads * keys * keys <= 1 << 32:
+        if (
+            name != "dense_bias" or heads * keys * keys < 1 << 31
+        ):  # a larger one ends torch's kernel with an illegal access
             yield name, batch, heads, keys, width
 
 

@@ -227,12 +227,14 @@ class Attention(Kernel):
             "PAGE": p.page,
             "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
         }
-        if combines_later(p, s):  # the launches of shares take four more
+        if combines_later(p, s):  # the launches of shares take six more
             found |= {
                 "COMBINE_ROWS": combined_rows(p, s),
                 "TILE_ROWS": rows_per_tile(p, s),
                 "TILE_HEADS": tile_heads(p, s),
                 "KV_SPAN": span_steps(s),
+                "SCORE_MOD": False,
+                "MASK_MOD": False,
             }
         return found
 
@@ -241,9 +243,16 @@ class Attention(Kernel):
         """All but what only computes places in memory: element type, alignment of the mask, the heads of a group that no tile
         packs, and the length of a page. In 41 classes of more than one program all of them spilled, or none.
         """
-        places = {"BOTTOM_RIGHT", "PAGE", "COMBINE_ROWS", "TILE_ROWS", "TILE_HEADS", "KV_SPAN"} | (
-            set() if s.get("pack_gqa", False) else {"GROUP"}
-        )
+        places = {
+            "BOTTOM_RIGHT",
+            "PAGE",
+            "COMBINE_ROWS",
+            "TILE_ROWS",
+            "TILE_HEADS",
+            "KV_SPAN",
+            "SCORE_MOD",
+            "MASK_MOD",
+        } | (set() if s.get("pack_gqa", False) else {"GROUP"})
         rest = {name: value for name, value in Attention.constants(p, s).items() if name not in places}
         return [Attention.entry(p, s).__name__, p.page > 0, copies_rows(p), rest]
 

@@ -85,6 +85,8 @@ def attention_features_combine(
     SINKS: Bool,
     STARTS: Bool,
     LENGTHS: Bool,
+    SCORE_MOD: Bool,
+    MASK_MOD: Bool,
 ):
     """Out and Lse from the shares of `attention_features_share` or `attention_varlen_share`."""
     const = Combining(
@@ -102,6 +104,8 @@ def attention_features_combine(
         SINKS,
         STARTS,
         LENGTHS,
+        SCORE_MOD,
+        MASK_MOD,
     )
     combine_shares(Out, Lse, Shares, State, Features(Sinks, None, None, 0, 0, 0.0), const)
 
