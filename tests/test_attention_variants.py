@@ -3,6 +3,7 @@
 import functools
 import io
 import itertools
+import json
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import cuda.tile as ct
 import numpy as np
 import pytest
 
-from docs.examples import attention_variants
+from docs.examples import attention_variants, tuned_attention_variants
 from docs.studies import attention_pictures
 from tiledsched.interpreter import evaluate
 from tiledsched.kernels.attention.applied import exactly
@@ -224,6 +225,14 @@ def test_tiles_of_a_picture_are_full_partial_or_empty():
     found = attention_pictures.tile_classes(seen).tolist()
     assert found == [["full", "empty", "partial", "full"], ["full", "full", "partial", "empty"]]
     assert attention_pictures.runs(np.array([[1, 1, 0, 1], [0, 0, 0, 0]], bool)) == "M0 0h2v1H0zM3 0h1v1H3z"
+
+
+def test_what_was_tuned_is_of_these_functions():
+    """A function that changes has another name, and what was measured of it is found no more."""
+    declared = {each.name for each in vars(tuned_attention_variants).values() if hasattr(each, "mods")}
+    entries = json.loads((FILE.parent / "attention_variants_sm_90.json").read_text(encoding="utf-8"))["entries"]
+    assert len(declared) == 12
+    assert {each["kernel"] for each in entries} == declared
 
 
 # ---- the compiler ----------------------------------------------------------------------------------------------------
