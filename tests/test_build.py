@@ -219,7 +219,7 @@ ELSEWHERE = {
     "packed sevens, split": (DECODE.replace(heads=14), {"tile_m": 16, "tile_n": 32, "pack_gqa": True, "kv_splits": 32}),
     "split, combined later": (
         DECODE.replace(heads=14),
-        {"tile_m": 16, "pack_gqa": True, "kv_splits": 16, "kv_combine": "launch", "column_parts": 2},
+        {"tile_m": 16, "pack_gqa": True, "kv_splits": 16, "kv_combine": "launch", "column_parts": 2, "pdl": 2},
     ),
     "split, combined in order": (
         DECODE.replace(heads=14),
@@ -273,7 +273,7 @@ ASKED = {
     ),
     "decoding over pages of 16": (
         CACHE.replace(seq_q=1, lengths=True, page=16),
-        {"pack_gqa": True, "kv_splits": 2, "kv_combine": "launch"},
+        {"pack_gqa": True, "kv_splits": 2, "kv_combine": "launch", "pdl": 1},
     ),
     "a chunk over pages of 16, one by one": (
         CACHE.replace(seq_q=512, lengths=True, page=16),

@@ -54,9 +54,7 @@ def source(
     """
     used = sorted(dict.fromkeys(leaf.best for leaf in tree.leaves()), key=lambda each: needs.get(each, ""))
     knobs = {knob: [_literal(schedules[each][knob]) for each in used] for knob in schedules[used[0]]}
-    if set(knobs.get("pdl", ())) == {
-        "0"
-    }:  # ordinary launches: sources baked before kernels had this knob stay as they are
+    if {*knobs.get("pdl", ())} == {"0"}:  # sources that were baked before kernels had this knob stay as they are
         del knobs["pdl"]
     varying = [knob for knob, values in knobs.items() if len(set(values)) > 1]
     same = "".join(f", {knob}={values[0]}" for knob, values in knobs.items() if knob not in varying)

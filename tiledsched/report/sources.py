@@ -6,15 +6,18 @@ import itertools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core import data_files
-from tiledsched.core.errors import DatabaseError
+from tiledsched.core.errors import DatabaseError, or_none
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space import SearchSpace
+from tiledsched.core.space_files import space_for
 from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.evidence import LANDSCAPE
 from tiledsched.store.exchange import read_table
@@ -133,11 +136,26 @@ class WithShipped:
 
     def shipped_builds(self, problem: Problem) -> list[BuildRecord]:
         """The builds that ship and can serve a problem on the arch; see `BuildFile.builds_for`."""
-        return [build for file in self._build_files for build in file.builds_for(problem, self._arch)]
+        found = (build for file in self._build_files for build in file.builds_for(problem, self._arch))
+        return [replace(each, schedule=self._of_today(each.schedule)) for each in found]
 
     def shipped_times(self, problem: Problem) -> dict[Schedule, tuple[ResourceFacts | None, float]]:
         """The model's estimates that ship for a problem: resources and microseconds, by schedule."""
-        return dict(item for file in self._build_files for item in file.times_for(problem, self._arch).items())
+        known = (item for file in self._build_files for item in file.times_for(problem, self._arch).items())
+        return {self._of_today(schedule): each for schedule, each in known}
+
+    def find_builds(self, *of: Any) -> dict[tuple[str, str], BuildRecord]:
+        """The builds of the database; see :meth:`TuningDB.find_builds`."""
+        found = self._db.find_builds(*of)
+        return {key: replace(each, schedule=self._of_today(each.schedule)) for key, each in found.items()}
+
+    def _of_today(self, schedule: Schedule) -> Schedule:
+        """A schedule that was written before the search space had all of its knobs, with those."""
+        return self._space.complete(schedule) if self._space else schedule
+
+    @cached_property
+    def _space(self) -> SearchSpace | None:
+        return or_none(space_for, self._arch, self._kernel)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
