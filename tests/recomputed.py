@@ -613,7 +613,7 @@ class Evidence:
             for place_of in data["serves"][alike.id] or every:
                 *values, _, outcome = data["builds"][place_of]
                 fingerprint = data["programs"][outcome]
-                schedule = Schedule(dict(zip(data["knobs"], values, strict=True)))
+                schedule = space.complete(Schedule(dict(zip(data["knobs"], values, strict=True))))
                 kind = fingerprint[0] if alike == problem else f"{own}:{fingerprint[0]}"
                 if len(fingerprint) > 2 and schedule.get("accum_mode", "fp32") == mode:
                     prints[schedule] = kind
@@ -622,7 +622,7 @@ class Evidence:
                         spilled.add(schedule)
             for place_of, us in zip(*estimates, strict=True):
                 *values, _, _ = data["builds"][place_of]
-                times[Schedule(dict(zip(data["knobs"], values, strict=True)))] = us
+                times[space.complete(Schedule(dict(zip(data["knobs"], values, strict=True))))] = us
             named = {Schedule({**default, **entry["schedule"]}), entry["schedule"], default}
             every = {self.program(problem, code, each, spec) for each, code in prints.items()}
             if len(spilled) < len(prints):
