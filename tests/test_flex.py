@@ -25,6 +25,7 @@ from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError, SmallDevice, run_schedule
 from tiledsched.kernels.attention import lists, variants
 from tiledsched.kernels.attention.lists import lists_kernel
+from tiledsched.kernels.attention.loads import load_tile
 from tiledsched.kernels.attention.variants import code_of, declare, flex_attention, list_blocks
 
 SLOPES = {"slopes": ts.array("heads", dtype="float32")}
@@ -408,6 +409,17 @@ def test_whole_tiles_are_loaded_at_the_places_of_the_scores_only(places, tmp_pat
     arrays = {"bias": ts.array("seq_q seq_k" if "," in places else "seq_k", dtype="float32")}
     with pytest.raises(DeclarationError, match=r"shifted.py, line 5.*load_tile takes q_idx and kv_idx as they are"):
         flex_attention(score_mod=module.shifted, arrays=arrays)
+
+
+def loaded(b, h, q_idx, kv_idx, seen):
+    return load_tile(seen, (b, h, q_idx, kv_idx))
+
+
+def test_a_mask_is_read_by_its_indices_in_a_reference_whatever_its_first_row():
+    kernel = flex_attention(mask_mod=loaded, arrays={"seen": ts.array("batch heads seq_q seq_k", dtype="bool")})
+    seen = np.random.default_rng(0).random((1, 1, 600, 60)) < 0.5
+    found = variants.changed(np, kernel, np.zeros((216, 60)), {"array0": seen}, 0, 0, 384)
+    np.testing.assert_array_equal(np.isfinite(found), seen[0, 0, 384:])
 
 
 def quick(score, b, h, q_idx, kv_idx):

@@ -489,16 +489,16 @@ def changed(
     """Scores `[rows, seq_k]` of a head, from row `first` on, as the functions of a kernel change and hide them; without `scored`
     they are only hidden.
     """
-    score_mod, mask_mod = kernel.mods[:2]
     from tiledsched.kernels.attention.applied import apply_on_gpu, exactly
 
+    score_mod, mask_mod = map(exactly, kernel.mods[:2])
     given = [arrays[name] for name in kernel.mod_arrays]
     if xp is not numpy:
         return apply_on_gpu(xp, kernel, scores, given, b, h, first, scored=scored and score_mod is not None)
     rows, keys = (numpy.arange(size, dtype=numpy.int32) for size in scores.shape)
     places = (b, h, first + rows[:, None], keys[None])
     if score_mod is not None and scored:
-        scores = evaluated(exactly(score_mod), "score_mod", scores, *places, arrays=given)
+        scores = evaluated(score_mod, "score_mod", scores, *places, arrays=given)
     if mask_mod is not None:
         scores = numpy.where(evaluated(mask_mod, "mask_mod", *places, arrays=given), scores, -numpy.inf)
     return scores
