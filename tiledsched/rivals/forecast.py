@@ -2,7 +2,7 @@
 
 `tuning_db/model/KERNEL/timed_ARCH.json` has times of problems that were drawn at random: of every rival, and of our kernel as it
 was served untuned (`python -m docs.studies.untuned`). It also has the times of rivals in the tables that ship. Entries of other
-layers add theirs.
+layers add theirs. Of a kernel for which no such file ships, all entries say what rivals and our tuned schedules took.
 
 Times are stored as logarithms of their ratio to an estimate: ours to what the performance model gives for the schedule, a rival's
 to the mean of what the GPU's rates allow and what the model gives for our default schedule. The ratio on another problem is
@@ -13,6 +13,7 @@ problems are. Its standard error is the spread. No problem is fitted alone.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cost import LAUNCH_US
+from tiledsched.core.cost import LAUNCH_US, tensor_rate
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
@@ -162,7 +163,7 @@ def _features(p: Problem) -> tuple[float, ...]:
 
 def floor_us(p: Problem, spec: ArchSpec) -> float:
     """What the GPU's rates allow, in microseconds: of a launch, and of arithmetic or memory, whichever is longer."""
-    compute_us = p.flops / (spec.tensor_flops * spec.sm_count * spec.clock_ghz * 1e3)
+    compute_us = p.flops / (spec.tensor_flops * tensor_rate(p) * spec.sm_count * spec.clock_ghz * 1e3)
     return LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3))
 
 
@@ -191,33 +192,48 @@ def _shipped(kernel: str, arch: str) -> tuple[Sequence[TimedProblem], Mapping[st
     return rows, found["host_us"]
 
 
+def _hosts_us(entries: Iterable[Entry]) -> Mapping[str, float]:
+    """What calls of each rival cost the host, the median of what was measured. What our own calls cost was not measured: they
+    count as free, so that only their time on the GPU makes a rival faster.
+    """
+    found: dict[str, list[float]] = {}
+    for each in (each for entry in entries for each in entry.rivals or ()):
+        found.setdefault(each.name, []).append(each.host_us)
+    return {OURS: 0.0} | {name: statistics.median(each) for name, each in found.items()}
+
+
 def timed_problems(
     kernel: KernelClass,
     arch: str,
     entries: Iterable[Entry],
-    modelled_us: Callable[[Problem], float],
+    modelled_us: Callable[..., float],
     hidden: Problem | None = None,
 ) -> TimedProblems | None:
-    """The timed problems of a kernel: those that ship, and the times of rivals in entries of other layers; None where no times
-    ship.
+    """The timed problems of a kernel: those that ship, and the times of rivals in entries of other layers; where none ship, those
+    in entries of all layers, with our own times. None where nothing was timed.
 
     Args:
         kernel: the kernel.
         arch: of the GPU.
         entries: measured entries of the arch.
-        modelled_us: what the model gives for the default schedule of a problem.
+        modelled_us: what the model gives for a problem and a schedule; for its default schedule where none is named.
         hidden: a problem to leave out, whose times are to be predicted.
     """
     rows, host_us = _shipped(kernel.name, arch)
-    if not rows:
-        return None
     spec, found = arch_spec(arch), list(rows)
-    for entry in entries:
-        if entry.layer != "shipped" and entry.arch == arch and _features(entry.problem):
-            times = {
-                each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us
-            }
-            if times:
-                found.append(TimedProblem.of(entry.problem, times, spec, modelled_us(entry.problem)))
+    raced = [entry for entry in entries if entry.arch == arch and _features(entry.problem)]
+    if rows:
+        raced = [entry for entry in raced if entry.layer != "shipped"]
+    else:
+        host_us = _hosts_us(raced)
+    for entry in raced:
+        timed = [each for each in entry.rivals or () if each.median_us and each.name in host_us]
+        times, ours_us = {each.name: each.median_us or 0.0 for each in timed}, None
+        if timed and not rows:
+            times[OURS], ours_us = timed[0].ours_us or 0.0, modelled_us(entry.problem, entry.schedule)
+        if times:
+            found.append(TimedProblem.of(entry.problem, times, spec, modelled_us(entry.problem), ours_us))
+    if not found:
+        return None
     left_out = hidden and hidden.to_json()
     return TimedProblems([each for each in found if each.problem != left_out], host_us, spec)
