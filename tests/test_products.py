@@ -160,7 +160,9 @@ def test_scales_of_other_shapes_are_refused(launches, quiet):
         (torch.rand(1, 2), torch.rand(2, 1)),
         (torch.rand(32, 2), torch.rand(2, 32)),
     ):
-        with pytest.raises(ProblemError, match=r"a row of a, \(32, 2\), and one for 128 x 128 of b, \(2, 1\); got .*eshape"):
+        with pytest.raises(
+            ProblemError, match=r"a row of a, \(32, 2\), and one for 128 x 128 of b, \(2, 1\); got .*eshape"
+        ):
             ts.scaled_matmul(a, w.t(), *given)
 
 

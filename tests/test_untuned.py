@@ -14,10 +14,12 @@ from tiledsched.core.similarity import about
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
-from tiledsched.rivals.forecast import OURS, Forecast, TimedProblem, TimedProblems, timed_problems
+from tiledsched.measure.runner import RivalTime
+from tiledsched.rivals.forecast import OURS, Forecast, TimedProblem, TimedProblems, floor_us, timed_problems
 from tiledsched.rivals.offers import PLANNED_WORTH_US, forecast_offers
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import transfer
 
 SPEC = arch_spec("sm_90")
@@ -95,6 +97,64 @@ def test_products_that_lost_to_cublas_untuned_are_served_by_it(sizes) -> None:
     table = table_of(load_entries(process.settings(), {"sm_90"}, Matmul), process.settings(), kernel=Matmul)
     served = table.resolve(product(*sizes), "sm_90", H200)
     assert [each.name for each in served.rivals] == ["torch"]
+
+
+SCALED = {"n": 4096, "k": 4096, "scales": "row"}
+GROUPED = {"experts": 8, "n": 4096, "k": 4096, "b_layout": "column"}
+
+
+def raced(kernel, values, ratio, **more):
+    """The entry of a problem on which the kernel's rival took `ratio` times as long as ours, for which the model is right."""
+    p, space = kernel.problem(**values), space_for("sm_90", kernel)
+    schedule = space.default(p)
+    ours = kernel.cost.model(p, schedule, kernel.cost.expected(p, schedule, SPEC), SPEC)
+    paired = {"ratio": ratio, "ratio_low": ratio, "ratio_high": ratio, "median_us": ours * ratio, "ours_us": ours}
+    rival = RivalTime(name=next(iter(kernel.rivals(p))), capturable=True, **(paired | more))
+    return served_entries.entry(p, kernel=kernel.name, schedule=schedule, rivals=(rival,), layer="shipped")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "values"),
+    [
+        ("scaled_matmul", "m", SCALED),
+        ("scaled_matmul", "m", SCALED | {"fast_accum": True}),
+        ("grouped_matmul", "tokens", GROUPED),
+    ],
+)
+@pytest.mark.parametrize(
+    ("ratios", "more", "asked", "served"),
+    [
+        ((0.7, 0.72, 0.71), {}, 30000, True),  # farther than a near problem may be
+        ((0.7, 0.72, 0.71), {}, 1500, True),
+        ((1.5, 1.45, 1.5), {}, 1500, False),
+        ((1.5, 1.45, 0.7), {}, 7000, True),
+        ((1.5, 1.45, 0.7), {}, 520, False),
+        ((0.7, 0.72, 0.71), {"failure": "RuntimeError: no", "median_us": None}, 1500, False),
+    ],
+)
+def test_where_no_times_ship_those_of_a_table_let_a_rival_serve(
+    name, size, values, ratios, more, asked, served
+) -> None:
+    kernel = kernel_named(name)
+    sizes = zip((500, 2000, 9000), ratios, strict=True)
+    entries = [raced(kernel, values | {size: count}, ratio, **more) for count, ratio in sizes]
+    found = LookupTable(entries, kernel, rivals=True).resolve(kernel.problem(**values, **{size: asked}), "sm_90", H200)
+    assert found.provenance == "transferred"
+    assert bool(found.rivals) == served
+    if served:
+        assert "by times on 3 problems" in found.rivals[0].reason
+    if values.get("scales"):  # others have functions of their own for blocks, and may have none here
+        blocks = kernel.problem(**values | {"scales": "block", "fast_accum": False, size: asked})
+        assert not LookupTable(entries, kernel, rivals=True).resolve(blocks, "sm_90", H200).rivals
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_products_of_8_bits_that_lost_to_cublas_untuned_are_served_by_it(fast) -> None:
+    kernel = kernel_named("scaled_matmul")
+    p = kernel.problem(m=8192, n=8192, k=8192, scales="row", fast_accum=fast)
+    assert floor_us(p, SPEC) < 761 < 2 * floor_us(p, SPEC)  # what cuBLAS took on an H200
+    table = table_of(load_entries(process.settings(), {"sm_90"}, kernel), process.settings(), kernel=kernel)
+    assert [each.name for each in table.resolve(p, "sm_90", H200).rivals] == ["cublas_scaled"]
 
 
 # Problems of about one size
