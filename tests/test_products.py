@@ -166,7 +166,7 @@ def test_scales_of_other_shapes_are_refused(launches, quiet):
             ts.scaled_matmul(a, w.t(), *given)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(40, 272, 320), (20, 32, 48)])
+@pytest.mark.parametrize(("m", "n", "k"), [(40, 272, 320), (20, 32, 48), (1, 16, 272)])
 def test_the_scaled_function_takes_scales_of_blocks_however_they_lie(launches, quiet, m, n, k):
     """Those of `a` with the rows or with k next to each other, those of `b` as DeepSeek's checkpoints hold them, transposed."""
     torch = pytest.importorskip("torch")
@@ -176,7 +176,8 @@ def test_the_scaled_function_takes_scales_of_blocks_however_they_lie(launches, q
     inverse = torch.rand(-(-n // 128), -(-k // 128), generator=generator) + 0.5
     wide = inverse.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     wanted = (a.float() * scale_a.repeat_interleave(128, 1)[:, :k]) @ (w.float() * wide).t()
-    for lying in (scale_a, scale_a.t().contiguous().t()):
+    padded = torch.zeros(scale_a.shape[1], m + 3).t()[:m].copy_(scale_a)  # as the TMA unit may want them
+    for lying in (scale_a, scale_a.t().contiguous().t(), padded):
         for fast in (False, True):
             out = ts.scaled_matmul(a, w.t(), lying, inverse.t(), out_dtype=torch.float32, use_fast_accum=fast)
             torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-3)

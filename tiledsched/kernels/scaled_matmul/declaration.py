@@ -191,8 +191,10 @@ class ScaledMatmul(Product, Kernel):
         "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 16384)": "the order is tried on large tiles",
         "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
         "LATENCY == 6 or TILE_M * TILE_N >= 16384": "without the hint large tiles are tried",
-        "REST_N in (0, 64)": "other widths were slower",
-        "REST_N == 0 or (TILE_M == 128 and TILE_N == 128 and TILE_K == 128)": "two parts are tried on large tiles",
+        "REST_N in (0, 64)": "tiles of 192 columns are between those of one part",
+        "REST_N == 0 or (TILE_M == 128 and TILE_N == 128 and TILE_K == 128)": "two parts are for large tiles",
+        "REST_N == 0 or (GROUP_M == 8 and LATENCY == 6 and num_worker_warps == 8)": "two parts are tried once",
+        "REST_N == 0 or compute_capability == 90": "two parts are for wgmma, which has few registers beside its sums",
         "pdl == 0": "only the fastest schedules are raced with overlapping launches",
     }
     suites = SUITES

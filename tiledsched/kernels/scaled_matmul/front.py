@@ -30,8 +30,8 @@ def scaled_matmul(
         scale_a: one float32 number for all of a; or one for each row, `[m, 1]` or `[m]`; or one for 128 elements of a row,
             `[m, k / 128]`, rounded up.
         scale_b: one float32 number for all of b; or one for each column, `[1, n]` or `[n]`; or one for 128 x 128 elements,
-            `[k / 128, n / 128]`, rounded up. Both are of one of the three kinds. Scales of blocks are read as they lie where
-            `scale_a.t()` and `scale_b.t()` are contiguous, and else copied first.
+            `[k / 128, n / 128]`, rounded up. Both are of one of the three kinds. Scales of blocks are copied first unless
+            those of a lie with the rows of a next to each other, and those of b with k.
         bias: `[n]`, of the output's type.
         out_dtype: bfloat16, float16 or float32; the type of the bias unless given, or else bfloat16.
         use_fast_accum: whether sums may stay in the tensor cores of sm_90, which keep fewer bits than float32; otherwise sums of
@@ -61,7 +61,7 @@ def scaled_matmul(
     return out
 
 
-def _block_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, Tensor]:
+def _block_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, ...]:
     """Scales of blocks as the kernel takes them; an error where the shapes are of no kind of scales."""
     steps, blocks = -(-a.shape[-1] // BLOCK), -(-b.shape[-1] // BLOCK)
     given, rows, columns = (tuple(scale_a.shape), tuple(scale_b.shape)), tuple(a.shape[:1]), tuple(b.shape[1:])
@@ -71,4 +71,5 @@ def _block_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tup
             f"b, {(1, *columns)}; or one for {BLOCK} elements of a row of a, {(*rows, steps)}, and one for {BLOCK} x {BLOCK} of "
             f"b, {(steps, blocks)}; got {given[0]} and {given[1]}. Transpose or reshape them, or scale another way"
         )
-    return scale_a.t().contiguous(), scale_b.t().contiguous()
+    turned = scale_a.t(), scale_b.t()
+    return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in turned)
