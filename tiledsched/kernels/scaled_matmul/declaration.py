@@ -246,7 +246,8 @@ class ScaledMatmul(Product, Kernel):
     @staticmethod
     def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...]:
         """The shares of k, the instruction, and without `fast_accum` the steps after which sums move to float32."""
-        return share_bounds(p.k, s), instruction(s), s["SWAP"], 0 if p.fast_accum else s["TILE_K"]
+        steps = s.replace(TILE_K=BLOCK) if p.blocks else s
+        return share_bounds(p.k, steps), instruction(s), s["SWAP"], 0 if p.fast_accum else steps["TILE_K"]
 
     @staticmethod
     def tolerance(p: Problem, s: Schedule) -> Tolerance:
