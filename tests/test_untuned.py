@@ -103,14 +103,16 @@ SCALED = {"n": 4096, "k": 4096, "scales": "row"}
 GROUPED = {"experts": 8, "n": 4096, "k": 4096, "b_layout": "column"}
 
 
-def raced(kernel, values, ratio, **more):
+def raced(kernel, values, schedule, ratio, **more):
     """The entry of a problem on which the kernel's rival took `ratio` times as long as ours, for which the model is right."""
-    p, space = kernel.problem(**values), space_for("sm_90", kernel)
-    schedule = space.default(p)
+    p = kernel.problem(**values)
     ours = kernel.cost.model(p, schedule, kernel.cost.expected(p, schedule, SPEC), SPEC)
     paired = {"ratio": ratio, "ratio_low": ratio, "ratio_high": ratio, "median_us": ours * ratio, "ours_us": ours}
     rival = RivalTime(name=next(iter(kernel.rivals(p))), capturable=True, **(paired | more))
     return served_entries.entry(p, kernel=kernel.name, schedule=schedule, rivals=(rival,), layer="shipped")
+
+
+LOSING, WINNING, MIXED = (0.7, 0.72, 0.71) * 3, (1.5, 1.45, 1.5) * 3, (1.5,) * 6 + (0.7,) * 3
 
 
 @pytest.mark.parametrize(
@@ -124,28 +126,31 @@ def raced(kernel, values, ratio, **more):
 @pytest.mark.parametrize(
     ("ratios", "more", "asked", "served"),
     [
-        ((0.7, 0.72, 0.71), {}, 30000, True),  # farther than a near problem may be
-        ((0.7, 0.72, 0.71), {}, 1500, True),
-        ((1.5, 1.45, 1.5), {}, 1500, False),
-        ((1.5, 1.45, 0.7), {}, 7000, True),
-        ((1.5, 1.45, 0.7), {}, 520, False),
-        ((0.7, 0.72, 0.71), {"failure": "RuntimeError: no", "median_us": None}, 1500, False),
+        (LOSING, {}, 30000, True),
+        (LOSING[:7], {}, 110000, False),  # too few to say anything far away
+        (LOSING, {}, 5500, True),
+        (WINNING, {}, 5500, False),
+        (MIXED, {}, 20000, True),
+        (MIXED, {}, 1500, False),
+        (LOSING, {"failure": "RuntimeError: no", "median_us": None}, 5500, False),
     ],
 )
 def test_where_no_times_ship_those_of_a_table_let_a_rival_serve(
     name, size, values, ratios, more, asked, served
 ) -> None:
     kernel = kernel_named(name)
-    sizes = zip((500, 2000, 9000), ratios, strict=True)
-    entries = [raced(kernel, values | {size: count}, ratio, **more) for count, ratio in sizes]
-    found = LookupTable(entries, kernel, rivals=True).resolve(kernel.problem(**values, **{size: asked}), "sm_90", H200)
+    schedule = space_for("sm_90", kernel).default(kernel.problem(**values, **{size: 1000}))
+    sizes = zip((1000, 1300, 1700, 2200, 2900, 3800, 8000, 10000, 13000), ratios, strict=False)
+    entries = [raced(kernel, values | {size: count}, schedule, ratio, **more) for count, ratio in sizes]
+    table = LookupTable(entries, kernel, rivals=True)
+    found = table.resolve(kernel.problem(**values, **{size: asked}), "sm_90", H200)
     assert found.provenance == "transferred"
     assert bool(found.rivals) == served
     if served:
-        assert "by times on 3 problems" in found.rivals[0].reason
+        assert "by times on 9 problems" in found.rivals[0].reason
     if values.get("scales"):  # others have functions of their own for blocks, and may have none here
         blocks = kernel.problem(**values | {"scales": "block", "fast_accum": False, size: asked})
-        assert not LookupTable(entries, kernel, rivals=True).resolve(blocks, "sm_90", H200).rivals
+        assert not table.resolve(blocks, "sm_90", H200).rivals
 
 
 @pytest.mark.parametrize("fast", [False, True])

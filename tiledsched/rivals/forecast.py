@@ -5,7 +5,8 @@ was served untuned (`python -m docs.studies.untuned`). It also has the times of 
 layers add theirs. Of a kernel for which no such file ships, all entries say what rivals and our tuned schedules took.
 
 Times are stored as logarithms of their ratio to an estimate: ours to what the performance model gives for the schedule, a rival's
-to the mean of what the GPU's rates allow and what the model gives for our default schedule. The ratio on another problem is
+to the mean of what the GPU's rates allow and what the model gives for our default schedule; where no file ships, for the one
+of ours that serves, because default schedules take long to find. The ratio on another problem is
 interpolated from the nearest timed ones by kriging: the best linear unbiased estimate where values agree the more the nearer two
 problems are. Its standard error is the spread. No problem is fitted alone.
 """
@@ -32,6 +33,8 @@ OURS = "ours"
 """Stands for our kernel among the methods."""
 NEAREST = 64
 """Number of the nearest timed problems that say something."""
+FEWEST = 8
+"""Least number of problems in entries from which times are forecast: fewer tell too little of how they differ."""
 NOISE = 0.01
 """Variance of what nearness does not explain, over the variance of what it does."""
 
@@ -83,10 +86,13 @@ class TimedProblems:
         rows: what methods took on each problem.
         host_us: for each method the time until a call returns.
         spec: the arch.
+        by_default: whether the estimate for rivals knows the default schedule; see the top of this file.
     """
 
-    def __init__(self, rows: Sequence[TimedProblem], host_us: Mapping[str, float], spec: ArchSpec) -> None:
-        self._rows, self._host_us, self._spec = rows, host_us, spec
+    def __init__(
+        self, rows: Sequence[TimedProblem], host_us: Mapping[str, float], spec: ArchSpec, by_default: bool = True
+    ) -> None:
+        self._rows, self._host_us, self._spec, self._by_default = rows, host_us, spec, by_default
         self._places = np.array([each.place for each in rows])
         self._above = {
             name: np.array(
@@ -114,7 +120,8 @@ class TimedProblems:
         if not place or not self._rows:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        floor, base = floor_us(p, self._spec), base_us(p, default_us, self._spec)
+        floor = floor_us(p, self._spec)
+        base = base_us(p, default_us if self._by_default else ours_us, self._spec)
         found = {}
         for name, above in self._above.items():
             near = self._nearest(above, apart)
@@ -210,7 +217,7 @@ def timed_problems(
     hidden: Problem | None = None,
 ) -> TimedProblems | None:
     """The timed problems of a kernel: those that ship, and the times of rivals in entries of other layers; where none ship, those
-    in entries of all layers, with our own times. None where nothing was timed.
+    in entries of all layers, with our own times. None where too few were timed.
 
     Args:
         kernel: the kernel.
@@ -220,20 +227,21 @@ def timed_problems(
         hidden: a problem to leave out, whose times are to be predicted.
     """
     rows, host_us = _shipped(kernel.name, arch)
-    spec, found = arch_spec(arch), list(rows)
+    spec, found, left_out = arch_spec(arch), list(rows), hidden and hidden.to_json()
     raced = [entry for entry in entries if entry.arch == arch and _features(entry.problem)]
     if rows:
         raced = [entry for entry in raced if entry.layer != "shipped"]
     else:
         host_us = _hosts_us(raced)
     for entry in raced:
-        timed = [each for each in entry.rivals or () if each.median_us and each.name in host_us]
-        times, ours_us = {each.name: each.median_us or 0.0 for each in timed}, None
-        if timed and not rows:
-            times[OURS], ours_us = timed[0].ours_us or 0.0, modelled_us(entry.problem, entry.schedule)
-        if times:
-            found.append(TimedProblem.of(entry.problem, times, spec, modelled_us(entry.problem), ours_us))
-    if not found:
+        p, timed = entry.problem, [each for each in entry.rivals or () if each.median_us and each.name in host_us]
+        times = {each.name: each.median_us or 0.0 for each in timed}
+        if timed and rows:
+            found.append(TimedProblem.of(p, times, spec, modelled_us(p)))
+        elif timed:
+            times[OURS], ours_us = timed[0].ours_us or 0.0, modelled_us(p, entry.schedule)
+            found.append(TimedProblem.of(p, times, spec, ours_us, ours_us))
+    found = [each for each in found if each.problem != left_out]
+    if not rows and len(found) < FEWEST:
         return None
-    left_out = hidden and hidden.to_json()
-    return TimedProblems([each for each in found if each.problem != left_out], host_us, spec)
+    return TimedProblems(found, host_us, spec, bool(rows))
