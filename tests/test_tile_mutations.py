@@ -542,7 +542,11 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "steps of one block counted from its end": ("range(step * inner, stop", "range(stop - 1, stop", 6),
         "sums not begun anew": ("part, stop = zeros(0, const)", "part, stop = sums", 6),
         "scaled again behind shares": ("elif not BLOCK_SCALES:", "else:", 7),
-        "a second part beside the first": ("rest = add_product(rest, a, b", "rest = add_product(rest, a, 0 * b", 8),
+        "the last step of two parts alone": (
+            "return sums + ct.mma(a, b, zeros(PART",
+            "return ct.mma(a, b, zeros(PART",
+            8,
+        ),
         "a second part's columns loaded from the first's": (
             "more.load((step, second)",
             "more.load((step, 0 * second)",

@@ -162,6 +162,7 @@ class ScaledMatmul(Product, Kernel):
         "num_ctas == 1 or shared_memory_bytes > 200000": "clusters share loads on the data-center archs since sm_90",
         "REST_N == 0 or TILE_N in (REST_N, 2 * REST_N, 4 * REST_N)": "the second part divides the first",
         "REST_N == 0 or (SPLIT_K == 1 and not SWAP)": "shares and exchanged operands are of one part",
+        "REST_N == 0 or fast_accum or TILE_K <= 128": "products of a step are summed before they are added in float32",
         "not blocks or (TILE_K <= 128 and TILE_N + REST_N <= 128)": "a tile lies in one block of columns, and a step in one of k",
         "not blocks or TILE_K * TILE_M * TILE_N <= 131072 * num_worker_warps": "one long step of large tiles spills",
         "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",

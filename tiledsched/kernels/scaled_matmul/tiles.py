@@ -229,9 +229,9 @@ def accumulate(A, B, work, begin, end, const):
     more, second, rest = part_view(B, const.TILE_K, 1, const), last_column(B, work, const), zeros(1, const)
     for step in range(begin, end):
         a, b = rows.load((work.row, step), latency=latency), columns.load((step, work.column), latency=latency)
-        acc = add_product(acc, a, b, const)
+        acc = add_part(acc, a, b, 0, const)
         b = more.load((step, second), latency=latency)
-        rest = add_product(rest, a, b, const)
+        rest = add_part(rest, a, b, 1, const)
     return acc, rest
 
 
@@ -260,6 +260,16 @@ def add_product(sums, a, b, const):
     if const.SWAP:
         return ct.mma(ct.transpose(b), ct.transpose(a), sums, use_fast_acc=const.FAST or const.BLOCKS)
     return ct.mma(a, b, sums, use_fast_acc=const.FAST or const.BLOCKS)
+
+
+def add_part(sums, a, b, PART, const):
+    """Sums of one of two parts with the product of a step, which is added in float32 where sums do not stay in the tensor cores.
+
+    If the compiler (13.5 on sm_90) adds, persistent blocks wait for each instruction.
+    """
+    if const.FAST:
+        return ct.mma(a, b, sums, use_fast_acc=True)
+    return sums + ct.mma(a, b, zeros(PART, const), use_fast_acc=True)
 
 
 def zeros(PART, const):
