@@ -191,7 +191,7 @@ def test_scales_of_blocks_are_those_of_their_blocks_whatever_their_size():
     inputs = make_inputs(ScaledMatmul, p)
     for name, (rows, columns) in zip(("ScaleA", "ScaleB"), scale_shapes(p), strict=True):
         inputs[name] = (1e3 ** ((np.arange(rows)[:, None] + np.arange(columns)) % 2)).astype(np.float32)
-    for pinned in (NARROW, {"TILE_N": 128, "TILE_K": 64}, {"SPLIT_K": 2, "TILE_K": 64}):
+    for pinned in (NARROW, {"TILE_N": 128, "TILE_K": 64}, {"SPLIT_K": 2, "TILE_K": 128}):
         check(ScaledMatmul, p, schedule(ScaledMatmul, **pinned), inputs)
 
 
@@ -222,8 +222,9 @@ def test_sums_of_13_bits_have_the_error_that_was_measured(bits, error):
         ({}, {"TILE_N": 128}),
         ({}, {"TILE_N": 128, "REST_N": 64}),
         ({"scales": "block"}, {"TILE_N": 128, "TILE_K": 64}),
+        ({"scales": "block"}, {"TILE_N": 128}),
     ],
-    ids=["fast", "float32", "two parts", "blocks"],
+    ids=["fast", "float32", "two parts", "blocks", "blocks in one step"],
 )
 def test_hopper_multiplies_eight_bits_and_spills_nothing(values, pinned):
     p, s = ScaledMatmul.problem(m=4096, n=4096, k=4096, **values), untouched(ScaledMatmul, **pinned)

@@ -164,7 +164,11 @@ class ScaledMatmul(Product, Kernel):
         "REST_N == 0 or (SPLIT_K == 1 and not SWAP)": "shares and exchanged operands are of one part",
         "REST_N == 0 or fast_accum or TILE_K <= 128": "products of a step are summed before they are added in float32",
         "not blocks or (TILE_K <= 128 and TILE_N + REST_N <= 128)": "a tile lies in one block of columns, and a step in one of k",
-        "not blocks or TILE_K * TILE_M * TILE_N <= 131072 * num_worker_warps": "one long step of large tiles spills",
+        "not blocks or TILE_K < 128 or (TILE_M * TILE_N <= 2048 * num_worker_warps and TILE_M <= 16 * num_worker_warps)": (
+            "with fewer warps, the compiler (13.5 on sm_90) loads one step at a time"
+        ),
+        "not blocks or TILE_K < 128 or occupancy == 0 or TILE_M * TILE_N <= 2048": "two blocks on an SM load one step at a time",
+        "not blocks or LATENCY > 0": "without the hint, more products are under way than registers hold",
         "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",
         "pdl == 0 or (compute_capability >= 90 and SPLIT_K > 1)": (
             "it is for the sum behind shares, and programmatic dependent launch begins with sm_90"

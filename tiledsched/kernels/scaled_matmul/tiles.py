@@ -238,19 +238,27 @@ def accumulate(A, B, work, begin, end, const):
 def accumulate_blocks(A, B, ScaleA, ScaleB, work, begin, end, const):
     """The product over the steps of 128 from `begin` to `end`: the products of a step are scaled and added to sums in float32.
 
-    Steps of TILE_K within one of 128 are a loop of their own. Without it, the compiler (13.5 on sm_90) has products of several
-    steps under way, for which it spills registers.
+    The compiler (13.5 on sm_90) would have the products of several steps under way, for which it spills registers. Shorter steps
+    of TILE_K are therefore a loop of their own, and those of 128 begin with what depends on the sums, though it is always zero.
+    Scales are loaded ahead of the products, which hide how long that takes.
     """
     latency = None if const.LATENCY == 0 else const.LATENCY
     rows, columns = row_view(A, const), part_view(B, const.TILE_K, 0, const)
     inner, last, sums = BLOCK // const.TILE_K, ct.cdiv(A.shape[1], const.TILE_K), zeros(0, const)
     for step in range(begin, end):
-        part, stop = zeros(0, const), (step + 1) * inner
-        for index in range(step * inner, stop if const.WHOLE else min(stop, last)):
-            a, b = rows.load((work.row, index), latency=latency), columns.load((index, work.column), latency=latency)
-            part = add_product(part, a, b, const)
         scales = ct.load(ScaleA, (step, work.row), (1, const.TILE_M), padding_mode=ct.PaddingMode.ZERO)
         scales = scales * ct.gather(ScaleB, (work.column * const.TILE_N // BLOCK, step))
+        if const.TILE_K == BLOCK:
+            a, b = rows.load((work.row, step), latency=latency), columns.load((step, work.column), latency=latency)
+            part = add_product(ct.where(step < 0, sums, zeros(0, const)), a, b, const)
+        else:
+            part, stop = zeros(0, const), (step + 1) * inner
+            for index in range(step * inner, stop if const.WHOLE else min(stop, last)):
+                a, b = (
+                    rows.load((work.row, index), latency=latency),
+                    columns.load((index, work.column), latency=latency),
+                )
+                part = add_product(part, a, b, const)
         sums = sums + part * (scales if const.SWAP else scales.reshape((const.TILE_M, 1)))
     return (ct.transpose(sums) if const.SWAP else sums,)
 
