@@ -372,6 +372,7 @@ def cases_of(kernel):
             partial(right, kernel, {}, m=100, n=272, k=304, scales="block", bias=True),
             partial(right, kernel, {"SPLIT_K": 2}, m=70, n=144, k=304, scales="block"),
             partial(right, kernel, {"REST_N": 32}, m=70, n=272, k=144, bias=True),
+            partial(right, kernel, {"TILE_K": 128}, m=70, n=144, k=304, scales="block"),
         ],
         "grouped_matmul": [
             *(
@@ -541,6 +542,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "block scales of the first step": ("const.TILE_N // BLOCK, step))", "const.TILE_N // BLOCK, 0 * step))", 6),
         "steps of one block counted from its end": ("range(step * inner, stop", "range(stop - 1, stop", 6),
         "sums not begun anew": ("part, stop = zeros(0, const)", "part, stop = sums", 6),
+        "sums counted twice": ("ct.where(step < 0, sums", "ct.where(step > 0, sums", 9),
         "scaled again behind shares": ("elif not BLOCK_SCALES:", "else:", 7),
         "the last step of two parts alone": (
             "return sums + ct.mma(a, b, zeros(PART",

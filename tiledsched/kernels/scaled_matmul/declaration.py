@@ -68,7 +68,14 @@ SUITES: dict[str, list[dict[str, Any]]] = {
     ]
     for name, shapes in SHAPES.items()
 }
-"""Tokens with a scale each times weights with a scale for each output, and one scale for each operand."""
+SUITES["deepseek_v3"] = [
+    {"m": m, "n": n, "k": k, "scales": "block"}
+    for n, k in ((2112, 7168), (7168, 16384), (4096, 7168), (7168, 2048))
+    for m in TOKENS
+]
+"""Tokens with a scale each times weights with a scale for each output, and one scale for each operand. Of DeepSeek-V3, from its
+published configuration, with scales of blocks: the projections into the latent space, of the attention's output, and an expert's.
+"""
 
 
 class ScaledMatmulCost(ProductCost):
