@@ -144,7 +144,7 @@ class ScaledMatmul(Product, Kernel):
     knobs = {
         "TILE_M": ts.knob((128, 64, 256, 16, 32), about="rows of a work tile", weight=1.0),
         "TILE_N": ts.knob((256, 128, 64), about="columns of a work tile", weight=1.0),
-        "REST_N": ts.knob((0, 64, 128, 32), about="columns of a second part of a work tile; 0 for none", weight=0.4),
+        "REST_N": ts.knob((0, 64), about="columns of a second part of a work tile; 0 for none", weight=0.4),
         "TILE_K": ts.knob((128, 256, 64), about="columns of A that a step of the main loop takes", weight=0.4),
         "SWAP": ts.knob(
             (False, True), about="whether columns of B take the rows of the tensor core's tile", weight=1.0
@@ -203,7 +203,6 @@ class ScaledMatmul(Product, Kernel):
         "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 16384)": "the order is tried on large tiles",
         "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
         "LATENCY == 6 or TILE_M * TILE_N >= 16384": "without the hint large tiles are tried",
-        "REST_N in (0, 64)": "tiles of 192 columns are between those of one part",
         "REST_N == 0 or (TILE_M == 128 and TILE_N == 128 and TILE_K == 128)": "two parts are for large tiles",
         "REST_N == 0 or (GROUP_M == 8 and LATENCY == 6 and num_worker_warps == 8)": "two parts are tried once",
         "REST_N == 0 or compute_capability == 90": "two parts are for wgmma, which has few registers beside its sums",
