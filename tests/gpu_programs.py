@@ -211,7 +211,8 @@ def shipped_entries(name: str) -> list[Entry]:
 
 def launched(entry: Entry) -> str:
     """The functions that the schedule of an entry launches, each with its grid and its constants."""
-    found = steps(entry.problem.declaration, entry.problem, entry.schedule, arch_spec(ARCH))
+    kernel = entry.problem.declaration
+    found = steps(kernel, entry.problem, space_for(ARCH, kernel).complete(entry.schedule), arch_spec(ARCH))
     return repr(
         [
             (each.function.__name__, each.grid, *(arg.value for arg in each.arguments if arg.kind == "constant"))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tiledsched.kernels.products import Bool, Int, elements_of, place_of, sum_of_shares
+from tiledsched.kernels.products import Bool, Int, column_of, elements_of, part_view, place_of, sum_of_shares
 
 
 @dataclass(frozen=True)
@@ -209,21 +209,6 @@ def accumulate_parts(A, B, work, begin, end, const):
 def row_view(A, const):
     """A as a grid of tiles, with zeros beyond the edge."""
     return A.tiled_view((const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO)
-
-
-def part_view(array, ROWS, PART, const):
-    """A matrix as a grid of tiles of `ROWS` rows and the columns of one part, with zeros beyond the edge."""
-    width = const.REST_N if PART else const.TILE_N
-    # First parts stand apart by the second ones between them; where second parts begin is a multiple of their own width.
-    step = const.REST_N if PART else const.TILE_N + const.REST_N
-    return array.tiled_view((ROWS, width), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(ROWS, step))
-
-
-def column_of(work, PART, const):
-    """Index of one part of a work tile in its view."""
-    if PART == 0:
-        return work.column
-    return work.column * (const.TILE_N // const.REST_N + 1) + const.TILE_N // const.REST_N
 
 
 def epilogue(Out, work, PART, acc, const):
