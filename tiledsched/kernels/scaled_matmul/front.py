@@ -48,9 +48,9 @@ def scaled_matmul(
         kind = "tensor"
     elif scale_a.shape not in ((*rows, 1), rows) or scale_b.shape not in ((1, *columns), columns):
         kind, use_fast_accum = "block", False
-        operands = a, b, *_block_scales(a, b, scale_a, scale_b)
-    if kind != "block":
-        operands = a, b, scale_a.reshape(-1), scale_b.reshape(-1)
+    flat = kind != "block"
+    scales = (scale_a.reshape(-1), scale_b.reshape(-1)) if flat else _block_scales(a, b, scale_a, scale_b)
+    operands = a, b, *scales
     if bias is None:
         wanted = str(out_dtype or "bfloat16").removeprefix("torch.")
         out: Tensor = operator("scaled_matmul", bias=False)(*operands, wanted, kind, use_fast_accum)
