@@ -238,9 +238,14 @@ def test_a_search_is_answered_from_what_it_stored() -> None:
             check=True,
         )
 
-    first = search()
-    measured = len(calls)
+    first, second = search(), search()
+    for _ in range(20):  # nothing is stored while another process runs on the GPU, as other files of tests do
+        if second == first:
+            break
+        first, second = second, search()
+    assert second == first
     assert torch.equal(out, 2 * x)
     assert len(first.successes) == 3
+    measured = len(calls)
     assert search() == first
     assert len(calls) <= measured + 1

@@ -474,10 +474,11 @@ def test_where_nothing_can_be_stored_the_answer_is_given(machine, monkeypatch, t
     assert sum("cannot be stored" in each.message for each in caplog.records) == 1
 
 
-def test_what_was_timed_beside_others_is_not_stored(machine):
+def test_what_was_timed_beside_others_is_not_stored(machine, caplog):
     for others in ((77,), ()):
         machine.others = others
         assert len(again(machine)[1]) == 6
+        assert "another process ran on the GPU" in caplog.text
 
 
 def test_of_two_processes_that_measure_at_once_both_give_one_answer(machine):
