@@ -310,6 +310,7 @@ def cases_of(kernel):
                     (1300, {}),
                     (1300, {"SPLITS": 4}),
                     (1025, {"TILE_ROWS": 4, "loads": "gather"}),
+                    (1281, {"SPLITS": 2}),
                 )
                 for smoothed in (False, True)
             ),
@@ -663,7 +664,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "tiles behind the groups left out": ("if rest > 0 and", "if rest > 1 and", 8),
         "every part takes the rest": ("(const.SPLITS == 1 or split == const.SPLITS - 1)", "split >= 0", 6),
         "a part begins late": ("range(split * share,", "range(split * share + 1,", 8),
-        "a part ends late": ("min(split * share + share, whole_groups(const))", "whole_groups(const)", 6),
+        "a part ends late": ("min(split * share + share, groups)", "groups", 6),
         "parts not rescaled": ("power(parts - highest)", "power(0.0 * parts)", 6),
         "the lowest is not finite": ("LOWEST = -3.4028234663852886e38", "LOWEST = -math.inf", 8),
         "the lowest is above some logits": ("LOWEST = -3.4028234663852886e38", "LOWEST = -3.4e38", 23),
@@ -681,8 +682,8 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "logits are summed up from 0": ("ct.where(near > -math.inf, near, 0.0)", "0.0 * near", 24),
         "logits less minus infinity": ("ct.where(near > -math.inf, near, 0.0)", "near", 24),
         "logits less padding": (
-            "near = ct.max(within(load_rows(Logits, row, 0, const), -math.inf, 0, const)",
-            "near = ct.max(ct.maximum(load_rows(Logits, row, 0, const), 0.0)",
+            "near = ct.max(within(first.astype(ct.float32), -math.inf, 0, const)",
+            "near = ct.max(ct.maximum(first.astype(ct.float32), 0.0)",
             24,
         ),
         "not how far from the maximum": (
@@ -695,6 +696,9 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "no smoothing": ("smoothing * (highest - near", "0.0 * (highest - near", 10),
         "the target counts whole": ("(1.0 - smoothing) *", "1.0 *", 24),
         "labels of the first rows": ("ct.load(Labels, (row,)", "ct.load(Labels, (0,)", 8),
+        "the elements before the first aligned one left out": ("column, column - const.COLUMNS", "column, column", 25),
+        "rows that begin anywhere read as if aligned": ("(unit - begin % unit) % unit", "0 * begin", 25),
+        "tiles reach into the next row": ("const.COLUMNS - elements_of_16_bytes(array) + 1", "const.COLUMNS", 26),
         "natural for binary": ("ct.log2(total) * LN_2", "ct.log2(total)", 8),
     },
     "rms_norm_backward": {

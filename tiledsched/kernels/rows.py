@@ -72,6 +72,40 @@ def load_tile(array, row, column, const):
     )
 
 
+def is_rotated(array, const):
+    """Whether :func:`load_rotated` is faster: for rows that begin anywhere, of which a plain load takes an element at a time."""
+    return const.LOADS == PLAIN and const.TILE_ROWS == 1 and const.COLUMNS % elements_of_16_bytes(array) != 0
+
+
+def elements_of_16_bytes(array):
+    """Elements of an array of floats that 16 bytes hold, which is the most that a thread loads at once."""
+    return 4 if array.dtype == ct.float32 else 8
+
+
+def load_rotated(array, row, j, whole, const):
+    """The `j`-th tile of a row that begins with its first element at a multiple of 16 bytes, `[1, TILE_COLUMNS]`, in the type of
+    `array`: the elements before that one come last. What is beyond the row's end is undetermined.
+
+    `whole` tiles end within :func:`rotated_columns`, and are loaded 16 bytes at a time.
+    """
+    unit = elements_of_16_bytes(array)
+    begin = row * array.strides[0]
+    ahead = (unit - begin % unit) % unit
+    if whole:
+        storage = ct.Array.from_foreign(array.foreign_pointer, (begin + const.COLUMNS,), (1,))
+        first = ct.assume_divisible_by(begin + ahead, unit)
+        tiles = rotated_columns(array, const) // const.TILE_COLUMNS
+        aligned = storage.slice(0, first, first + tiles * const.TILE_COLUMNS)  # a constant size: no element is masked
+        return ct.load(aligned, (j,), (const.TILE_COLUMNS,), allow_tma=False)[None, :]
+    column = column_indices(j, const) + ahead
+    return ct.gather(array, (row, ct.where(column < const.COLUMNS, column, column - const.COLUMNS)))
+
+
+def rotated_columns(array, const):
+    """Columns of a rotated row that certainly lie side by side in memory."""
+    return max(0, const.COLUMNS - elements_of_16_bytes(array) + 1)
+
+
 def store_rows(array, row, column, tile, const):
     """Store a float32 tile at (row, column), counted in tiles, rounded to the type of `array`."""
     if const.LOADS == GATHER:
