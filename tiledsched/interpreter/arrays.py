@@ -136,11 +136,12 @@ def from_foreign(pointer: Array, shape: tuple[Any, ...], strides: tuple[Any, ...
         raise OutsideError(
             f"{pointer.name}: a view of shape {sizes} and strides {steps} reaches beyond its {held} elements"
         )
-    views = (
+    seen, noted = (
         np.lib.stride_tricks.as_strided(each, sizes, [each.itemsize * step for step in steps])
         for each in (data, writers)
     )
-    return Array(f"{pointer.name} from its first element on", *views, pointer.launch, index_dtype=pointer.index_dtype)
+    name = f"{pointer.name} from its first element on"
+    return Array(name, seen, noted, pointer.launch, index_dtype=pointer.index_dtype)
 
 
 class TiledView(ct.TiledView):

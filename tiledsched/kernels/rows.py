@@ -74,7 +74,8 @@ def load_tile(array, row, column, const):
 
 def is_rotated(array, const):
     """Whether :func:`load_rotated` is faster: for rows that begin anywhere, of which a plain load takes an element at a time."""
-    return const.LOADS == PLAIN and const.TILE_ROWS == 1 and const.COLUMNS % elements_of_16_bytes(array) != 0
+    begins_anywhere = const.COLUMNS % elements_of_16_bytes(array) != 0
+    return const.LOADS == PLAIN and const.TILE_ROWS == 1 and begins_anywhere and rotated_tiles(array, const) > 0
 
 
 def elements_of_16_bytes(array):
@@ -82,11 +83,16 @@ def elements_of_16_bytes(array):
     return 4 if array.dtype == ct.float32 else 8
 
 
+def rotated_tiles(array, const):
+    """Tiles of a rotated row of which the elements are neighbours in memory, wherever the row begins."""
+    return (const.COLUMNS - elements_of_16_bytes(array) + 1) // const.TILE_COLUMNS
+
+
 def load_rotated(array, row, j, whole, const):
     """The `j`-th tile of a row that begins with its first element at a multiple of 16 bytes, `[1, TILE_COLUMNS]`, in the type of
     `array`: the elements before that one come last. What is beyond the row's end is undetermined.
 
-    `whole` tiles end within :func:`rotated_columns`, and are loaded 16 bytes at a time.
+    `whole` tells whether the tile is one of :func:`rotated_tiles`, which are loaded 16 bytes at a time.
     """
     unit = elements_of_16_bytes(array)
     begin = row * array.strides[0]
@@ -94,16 +100,11 @@ def load_rotated(array, row, j, whole, const):
     if whole:
         storage = ct.Array.from_foreign(array.foreign_pointer, (begin + const.COLUMNS,), (1,))
         first = ct.assume_divisible_by(begin + ahead, unit)
-        tiles = rotated_columns(array, const) // const.TILE_COLUMNS
-        aligned = storage.slice(0, first, first + tiles * const.TILE_COLUMNS)  # a constant size: no element is masked
+        size = rotated_tiles(array, const) * const.TILE_COLUMNS  # a constant, so that no element is masked
+        aligned = storage.slice(0, first, first + size)
         return ct.load(aligned, (j,), (const.TILE_COLUMNS,), allow_tma=False)[None, :]
     column = column_indices(j, const) + ahead
     return ct.gather(array, (row, ct.where(column < const.COLUMNS, column, column - const.COLUMNS)))
-
-
-def rotated_columns(array, const):
-    """Columns of a rotated row that certainly lie side by side in memory."""
-    return max(0, const.COLUMNS - elements_of_16_bytes(array) + 1)
 
 
 def store_rows(array, row, column, tile, const):

@@ -30,7 +30,7 @@ from tiledsched.kernels.rows import (
     is_rotated,
     load_rotated,
     load_tile,
-    rotated_columns,
+    rotated_tiles,
 )
 
 LN_2 = math.log(2.0)
@@ -163,8 +163,7 @@ def near_logits(Logits, row, const):
 
 def whole_tiles(Logits, const):
     """Tiles of rows that surely lie within a row."""
-    columns = rotated_columns(Logits, const) if is_rotated(Logits, const) else const.COLUMNS
-    return columns // const.TILE_COLUMNS
+    return rotated_tiles(Logits, const) if is_rotated(Logits, const) else const.COLUMNS // const.TILE_COLUMNS
 
 
 def load_logits(Logits, row, j, whole, const):
