@@ -20,6 +20,10 @@ Bool = ct.Constant[bool]
 LOG2_E = 1.0 / math.log(2.0)
 PLAIN, TMA, GATHER = range(3)
 """How rows move, by the index into `row_schedules.LOADS`."""
+LARGEST = 448.0
+"""The largest float8_e4m3fn."""
+LEAST_HIGHEST = 1e-12
+"""The least that a row's largest magnitude counts as: it keeps rows of zeros from being divided by zero."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,28 @@ def store_rows(array, row, column, tile, const):
         ct.scatter(array, elements_of(row, column, const), tile.astype(array.dtype))
     else:
         ct.store(array, (row, column), tile.astype(array.dtype), allow_tma=None if const.LOADS == TMA else False)
+
+
+def store_quantized(Out, Scale, Given, row, tiles, const):
+    """Store the tiles of a tile of rows, float32 and 0 beyond the edge, over a scale and rounded to 8-bit floats; and the scale.
+
+    Each row's own scale brings its largest element to the largest number of `Out`; a scale that is `Given`, `[1]`, may be too
+    small for some elements, for which the largest number is stored.
+    """
+    if Given is None:
+        highest = ct.abs(tiles[0])
+        for j in ct.static_iter(range(1, column_tiles(const))):
+            highest = ct.maximum(highest, ct.abs(tiles[j]))
+        scale = ct.maximum(ct.max(highest, axis=1, keepdims=True), LEAST_HIGHEST) / LARGEST
+    else:
+        scale = ct.zeros((const.TILE_ROWS, 1), ct.float32) + ct.load(Given, (0,), (1,)).item()
+    ct.store(Scale, (row,), scale.reshape((const.TILE_ROWS,)), allow_tma=False)
+    inverse = 1.0 / scale
+    for j in ct.static_iter(range(column_tiles(const))):
+        x = tiles[j] * inverse
+        if Given is not None:
+            x = ct.where(x > LARGEST, LARGEST, ct.where(x < -LARGEST, -LARGEST, x))  # NaN stays NaN
+        store_rows(Out, row, j, x, const)
 
 
 def load_vector(array, column, const):
