@@ -173,7 +173,8 @@ class QuantizedRows(RowKernel):
 
 def reference_quantized(xp: Any, rows: Any, Given: Any) -> tuple[Any, Any]:
     """(rows over their scale, before they are rounded; the scale of each row), by NumPy or CuPy."""
-    scale = xp.maximum(xp.abs(rows).max(-1), LEAST_HIGHEST) / LARGEST if Given is None else Given + xp.zeros(len(rows))
+    highest = xp.abs(rows).max(-1) if rows.shape[1] else xp.zeros(len(rows))
+    scale = xp.maximum(highest, LEAST_HIGHEST) / LARGEST if Given is None else Given + xp.zeros(len(rows))
     return xp.clip(rows / scale[:, None], -LARGEST, LARGEST), scale
 
 
