@@ -215,6 +215,19 @@ class WithoutEpsilon(RmsNormBackward):
     eps = ts.scalar(0.0)
 
 
+QUANTISED = {"TILE_ROWS": 2, "TILE_COLUMNS": 512, "loads": "plain"}
+
+
+def rows_of_zeros():
+    p = kernel_named("rms_norm_quantized").problem(rows=3, columns=40)
+    inputs = make_inputs(p.declaration, p)
+    inputs["X"][1] = 0
+    found = run_schedule(p.declaration, p, schedule(p.declaration, **QUANTISED), inputs)
+    assert not found["Out"][1].astype(float).any()
+    assert found["Scale"][1] > 0
+    assert found["Out"][[0, 2]].astype(float).any(axis=1).all()
+
+
 def without_epsilon(knobs):
     p = WithoutEpsilon.problem(rows=3, columns=40, dtype="float16")
     pinned = PINNED["rms_norm_backward"] | {"TILE_ROWS": 2}
@@ -260,6 +273,11 @@ def cases_of(kernel):
                 partial(right, kernel, WALKS[1], tiny_and_large(scale), rows=1, columns=512, dtype="float16")
                 for scale in (1e-3, 1000.0)
             ),
+            *(
+                partial(passes, "rms_norm_quantized", QUANTISED, rows=7, columns=1000, residual=True, static=static)
+                for static in (False, True)
+            ),
+            rows_of_zeros,
         ],
         "layer_norm": [
             *(partial(passes, kernel, walk, rows=11, columns=1000) for walk in WALKS),
@@ -276,6 +294,7 @@ def cases_of(kernel):
                 )
             ),
             *(partial(gates, activation) for activation in ("silu", "gelu", "gelu_tanh")),
+            partial(passes, "glu_quantized", QUANTISED, rows=5, columns=600, dtype="float16"),
         ],
         "rope": [
             partial(
@@ -453,6 +472,17 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             9,
         ),
         "scaled in float16": ("column, const).astype(ct.float32)", "column, const)", 14),
+        "quantised without a scale": ("x = tiles[j] * inverse", "x = tiles[j]", 15),
+        "multiplied by the scale": ("inverse = 1.0 / scale", "inverse = scale", 16),
+        "the largest of the first tile": ("highest = ct.maximum(highest, ct.abs(tiles[j]))", "highest = highest", 15),
+        "the largest without its sign": ("ct.abs(tiles[0])", "tiles[0]", 15),
+        "the largest of other rows": ("keepdims=True), LEAST_HIGHEST)", "keepdims=True), ct.max(highest))", 15),
+        "other rows' scale": ("inverse = 1.0 / scale", "inverse = 1.0 / ct.maximum(scale, ct.max(scale))", 15),
+        "elements that do not fit": ("if Given is not None:", "if False:", 16),
+        "negative elements that do not fit": ("ct.where(x < -LARGEST, -LARGEST, x)", "x", 16),
+        "scales larger than needed": ("LEAST_HIGHEST) / LARGEST", "LEAST_HIGHEST) / 440.0", 15),
+        "rows of zeros divided by zero": ("LEAST_HIGHEST = 1e-12", "LEAST_HIGHEST = 0.0", 17),
+        "residual left out of quantised rows": ("R if residual else None, W, Given", "None, W, Given", 15),
     },
     "matmul": {
         "the last step left out": ("begin, end = 0, steps", "begin, end = 0, steps - 1", 10),
@@ -613,6 +643,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "the other tail": ("x < 0.0, beyond, 1.0 - beyond", "x > 0.0, beyond, 1.0 - beyond", 11),
         "a coefficient's sign": ("-0.18628806", "0.18628806", 11),
         "columns of the first tile": ("tile % column_tiles(const)", "tile % 1", 10),
+        "quantised before it is gated": ("activation) * load_rows(Up, row, j, const)", "activation)", 13),
         "persistent blocks end early": ("TILE_ROWS) * column_tiles(const)\n", "TILE_ROWS)\n", 2),
     },
     "rope": {
