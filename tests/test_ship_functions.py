@@ -289,6 +289,8 @@ TRACED = {
     "rms_norm": lambda x: ts.rms_norm(x, x[0, 0, 0], residual=x)[0],
     "layer_norm": lambda x: ts.layer_norm(x, x[0, 0, 0], None),
     "swiglu": ts.swiglu,
+    "rms_norm_quantized": lambda x: [each.float() for each in ts.rms_norm(x, x[0, 0, 0], residual=x, quantize="row")],
+    "glu_quantized": lambda x: ts.swiglu(x, quantize=x.new_full((), 0.003, dtype=torch.float32))[0].float(),
     "rope": lambda x: ts.rope(x, x[:, :2], ANGLE, ANGLE)[1],
     "rope_in_place": lambda x: ts.rope(x + 0, x + 1, ANGLE, ANGLE, inplace=True)[1],
     "cross_entropy": lambda x: ts.cross_entropy(x, torch.zeros(2, 4, 5, dtype=torch.int64)),

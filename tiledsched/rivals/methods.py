@@ -46,8 +46,8 @@ VARIANT_LOOKS = 5
 def rivals_module(kernel: KernelClass) -> Any:
     """The file `rivals.py` in the folder that declares a kernel that ships; None for any other kernel."""
     folder, _, file = kernel.__module__.rpartition(".")
-    ships = kernel.name in SHIPPED and file == "declaration" and folder.startswith(SHIPPED_KERNELS)
-    if not ships or importlib.util.find_spec(f"{folder}.rivals") is None:
+    here = kernel.name in SHIPPED and file == "declaration" and folder.startswith(SHIPPED_KERNELS)
+    if not here or importlib.util.find_spec(f"{folder}.rivals") is None:
         return None
     return importlib.import_module(f"{folder}.rivals")
 

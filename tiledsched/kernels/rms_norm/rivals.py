@@ -29,12 +29,11 @@ def in_torch(p: Problem, numbers: Numbers) -> Function:
 def quantized_in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's functions in float32, rounded once."""
 
-    def call(X: Any, *given: Any) -> Any:
-        total = X.float() + given[0].float() if p.residual else X.float()
-        scale = (total.square().mean(-1, keepdim=True) + numbers["eps"]).rsqrt()
-        weight = given[int(p.residual)].float()
-        out, scale = torch_quantized(total * scale * weight, given[-1] if p.static else None)
-        return (out, total.to(X.dtype), scale) if p.residual else (out, scale)
+    def call(*given: Any) -> Any:
+        total = sum(each.float() for each in given[: 1 + p.residual])
+        factor = (total.square().mean(-1, keepdim=True) + numbers["eps"]).rsqrt() * given[1 + p.residual].float()
+        out, scale = torch_quantized(total * factor, given[-1] if p.static else None)
+        return (out, total.to(given[0].dtype), scale) if p.residual else (out, scale)
 
     return call
 
