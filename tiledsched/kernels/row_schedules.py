@@ -154,9 +154,27 @@ class QuantizedRows(RowKernel):
     Out = ts.out("rows columns", dtype="float8_e4m3fn")
     Scale = ts.out("rows", dtype="float32")
 
+    knobs: ClassVar[Mapping[str, Any]] = {
+        **KNOBS,
+        "TILE_COLUMNS": replace(KNOBS["TILE_COLUMNS"], choices=(2048, 1024, 512, 4096, 8192, 16384), default=2048),
+        "num_worker_warps": replace(KNOBS["num_worker_warps"], default=8),
+        "occupancy": ts.knob((2, 1, 3, 4, 8), about="blocks an SM should hold", weight=0.4),
+    }
     constraints: ClassVar[Mapping[str, str]] = {
         **CONSTRAINTS,
         "HOLD or TILE_COLUMNS >= columns": "a row is held until its scale is known",
+    }
+    exploring: ClassVar[Mapping[str, str]] = {
+        "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
+        "HOLD": "a row of one tile is held in any case",
+        "TILE_COLUMNS >= columns or 16 * TILE_COLUMNS >= columns": "more tiles of a row were not tried",
+        "TILE_ROWS == 1 or columns <= 1024": "several rows were slower on the H200, unless they are short",
+        "loads == 'tma' or TILE_COLUMNS <= 1024 or columns > 4096": "several tiles of a row were faster on the H200",
+        "num_worker_warps == 8 or TILE_COLUMNS <= 1024 or loads == 'tma'": "a thread would load more than 16 elements of a tile",
+        "num_worker_warps == 4 or TILE_COLUMNS >= 2048": "a thread would load less than 16 bytes",
+        "PERSISTENT == (loads == 'tma')": "threads that load for themselves fill the SMs in a plain grid",
+        "loads != 'tma' or TILE_COLUMNS >= columns": "TMA is tried where a row is one tile",
+        "occupancy == 1 or occupancy * (columns + 512 * num_worker_warps) <= 65536": "registers hold no more rows",
     }
 
     @staticmethod

@@ -12,7 +12,17 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.rms_norm.rivals import in_torch
-from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS, QuantizedRows, RowCost, RowKernel, reference_quantized
+from tiledsched.kernels.row_schedules import (
+    ELEMENTS,
+    FP32_PER_ELEMENT,
+    WIDTHS,
+    QuantizedRows,
+    RowCost,
+    RowKernel,
+    RowSimilarity,
+    WholeRowCost,
+    reference_quantized,
+)
 
 
 class RmsNorm(RowKernel, Kernel):
@@ -79,6 +89,8 @@ class RmsNormQuantized(QuantizedRows, RmsNorm):
     name = "rms_norm_quantized"
     axes = ("columns", "rows", "residual", "static", "dtype")  # type: ignore[assignment]
     suites = {"models": [{**each, "static": static} for static in (False, True) for each in RmsNorm.suites["models"]]}
+    cost = WholeRowCost(arrays=1, instructions=FP32_PER_ELEMENT, live=0.9)  # type: ignore[assignment]
+    similarity = RowSimilarity()
 
     @staticmethod
     def entry(p: Problem, s: Schedule) -> Callable[..., None]:
