@@ -170,7 +170,7 @@ class QuantizedRows(RowKernel):
         "TILE_COLUMNS >= columns or 16 * TILE_COLUMNS >= columns": "more tiles of a row were not tried",
         "TILE_ROWS == 1 or columns <= 1024": "several rows were slower on the H200, unless they are short",
         "loads == 'tma' or TILE_COLUMNS <= 1024 or columns > 4096": "several tiles of a row were faster on the H200",
-        "num_worker_warps == 8 or TILE_COLUMNS <= 1024 or loads == 'tma' or static": "a thread loads 16 elements of a tile at most",
+        "num_worker_warps == 8 or TILE_COLUMNS <= 1024 or loads == 'tma' or static": "a thread loads at most 16 elements",
         "num_worker_warps == 4 or TILE_COLUMNS >= 2048": "a thread would load less than 16 bytes",
         "PERSISTENT == (loads == 'tma')": "threads that load for themselves fill the SMs in a plain grid",
         "loads != 'tma' or TILE_COLUMNS >= columns": "TMA is tried where a row is one tile",
