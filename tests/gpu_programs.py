@@ -91,11 +91,13 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "b_layout": LAYOUTS,
     },
     "rms_norm": ROWS | {"residual": FLAG},
+    "rms_norm_quantized": ROWS | {"residual": FLAG, "static": FLAG},
     "rms_norm_backward": ROWS | {"residual": FLAG, "columns": (1, 33, 768, 1000, 4097, 16400)},
     "softmax": ROWS,
     "softmax_backward": ROWS,
     "layer_norm": ROWS | {"weighted": FLAG, "biased": FLAG},
     "glu": ROWS | {"activation": ("silu", "gelu", "gelu_tanh")},
+    "glu_quantized": ROWS | {"activation": ("silu", "gelu", "gelu_tanh"), "static": FLAG},
     "rope": {
         "batch": (1, 3),
         "seq": (1, 5, 300),

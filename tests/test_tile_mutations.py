@@ -215,6 +215,19 @@ class WithoutEpsilon(RmsNormBackward):
     eps = ts.scalar(0.0)
 
 
+QUANTISED = {"TILE_ROWS": 2, "TILE_COLUMNS": 512, "loads": "plain"}
+
+
+def rows_of_zeros():
+    p = kernel_named("rms_norm_quantized").problem(rows=3, columns=40)
+    inputs = make_inputs(p.declaration, p)
+    inputs["X"][1] = 0
+    found = run_schedule(p.declaration, p, schedule(p.declaration, **QUANTISED), inputs)
+    assert not found["Out"][1].astype(float).any()
+    assert found["Scale"][1] > 0
+    assert found["Out"][[0, 2]].astype(float).any(axis=1).all()
+
+
 def without_epsilon(knobs):
     p = WithoutEpsilon.problem(rows=3, columns=40, dtype="float16")
     pinned = PINNED["rms_norm_backward"] | {"TILE_ROWS": 2}
@@ -260,6 +273,11 @@ def cases_of(kernel):
                 partial(right, kernel, WALKS[1], tiny_and_large(scale), rows=1, columns=512, dtype="float16")
                 for scale in (1e-3, 1000.0)
             ),
+            *(
+                partial(passes, "rms_norm_quantized", QUANTISED, rows=7, columns=1000, residual=True, static=static)
+                for static in (False, True)
+            ),
+            rows_of_zeros,
         ],
         "layer_norm": [
             *(partial(passes, kernel, walk, rows=11, columns=1000) for walk in WALKS),
@@ -276,6 +294,7 @@ def cases_of(kernel):
                 )
             ),
             *(partial(gates, activation) for activation in ("silu", "gelu", "gelu_tanh")),
+            partial(passes, "glu_quantized", QUANTISED, rows=5, columns=600, dtype="float16"),
         ],
         "rope": [
             partial(
@@ -310,6 +329,7 @@ def cases_of(kernel):
                     (1300, {}),
                     (1300, {"SPLITS": 4}),
                     (1025, {"TILE_ROWS": 4, "loads": "gather"}),
+                    (1281, {"SPLITS": 2}),
                 )
                 for smoothed in (False, True)
             ),
@@ -452,6 +472,17 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             9,
         ),
         "scaled in float16": ("column, const).astype(ct.float32)", "column, const)", 14),
+        "quantised without a scale": ("x = tiles[j] * inverse", "x = tiles[j]", 15),
+        "multiplied by the scale": ("inverse = 1.0 / scale", "inverse = scale", 16),
+        "the largest of the first tile": ("highest = ct.maximum(highest, ct.abs(tiles[j]))", "highest = highest", 15),
+        "the largest without its sign": ("ct.abs(tiles[0])", "tiles[0]", 15),
+        "the largest of other rows": ("keepdims=True), LEAST_HIGHEST)", "keepdims=True), ct.max(highest))", 15),
+        "other rows' scale": ("inverse = 1.0 / scale", "inverse = 1.0 / ct.maximum(scale, ct.max(scale))", 15),
+        "elements that do not fit": ("if Given is not None:", "if False:", 16),
+        "negative elements that do not fit": ("ct.where(x < -LARGEST, -LARGEST, x)", "x", 16),
+        "scales larger than needed": ("LEAST_HIGHEST) / LARGEST", "LEAST_HIGHEST) / 440.0", 15),
+        "rows of zeros divided by zero": ("LEAST_HIGHEST = 1e-12", "LEAST_HIGHEST = 0.0", 17),
+        "residual left out of quantised rows": ("R if residual else None, W, Given", "None, W, Given", 15),
     },
     "matmul": {
         "the last step left out": ("begin, end = 0, steps", "begin, end = 0, steps - 1", 10),
@@ -612,6 +643,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "the other tail": ("x < 0.0, beyond, 1.0 - beyond", "x > 0.0, beyond, 1.0 - beyond", 11),
         "a coefficient's sign": ("-0.18628806", "0.18628806", 11),
         "columns of the first tile": ("tile % column_tiles(const)", "tile % 1", 10),
+        "quantised before it is gated": ("activation) * load_rows(Up, row, j, const)", "activation)", 13),
         "persistent blocks end early": ("TILE_ROWS) * column_tiles(const)\n", "TILE_ROWS)\n", 2),
     },
     "rope": {
@@ -663,7 +695,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "tiles behind the groups left out": ("if rest > 0 and", "if rest > 1 and", 8),
         "every part takes the rest": ("(const.SPLITS == 1 or split == const.SPLITS - 1)", "split >= 0", 6),
         "a part begins late": ("range(split * share,", "range(split * share + 1,", 8),
-        "a part ends late": ("min(split * share + share, whole_groups(const))", "whole_groups(const)", 6),
+        "a part ends late": ("min(split * share + share, groups)", "groups", 6),
         "parts not rescaled": ("power(parts - highest)", "power(0.0 * parts)", 6),
         "the lowest is not finite": ("LOWEST = -3.4028234663852886e38", "LOWEST = -math.inf", 8),
         "the lowest is above some logits": ("LOWEST = -3.4028234663852886e38", "LOWEST = -3.4e38", 23),
@@ -681,8 +713,8 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "logits are summed up from 0": ("ct.where(near > -math.inf, near, 0.0)", "0.0 * near", 24),
         "logits less minus infinity": ("ct.where(near > -math.inf, near, 0.0)", "near", 24),
         "logits less padding": (
-            "near = ct.max(within(load_rows(Logits, row, 0, const), -math.inf, 0, const)",
-            "near = ct.max(ct.maximum(load_rows(Logits, row, 0, const), 0.0)",
+            "near = ct.max(within(first.astype(ct.float32), -math.inf, 0, const)",
+            "near = ct.max(ct.maximum(first.astype(ct.float32), 0.0)",
             24,
         ),
         "not how far from the maximum": (
@@ -695,6 +727,9 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "no smoothing": ("smoothing * (highest - near", "0.0 * (highest - near", 10),
         "the target counts whole": ("(1.0 - smoothing) *", "1.0 *", 24),
         "labels of the first rows": ("ct.load(Labels, (row,)", "ct.load(Labels, (0,)", 8),
+        "the elements before the first aligned one left out": ("column, column - const.COLUMNS", "column, column", 25),
+        "rows that begin anywhere read as if aligned": ("(unit - begin % unit) % unit", "0 * begin", 25),
+        "tiles reach into the next row": ("const.COLUMNS - elements_of_16_bytes(array) + 1", "const.COLUMNS", 26),
         "natural for binary": ("ct.log2(total) * LN_2", "ct.log2(total)", 8),
     },
     "rms_norm_backward": {

@@ -82,3 +82,21 @@ def check_shape(name: str, given: Tensor, like: str, shape: Any) -> None:
         raise ProblemError(
             f"{name} must have the shape of {like}, {tuple(shape)}, got {tuple(given.shape)}; reshape it"
         )
+
+
+def read_scale(quantize: Any) -> Tensor | None:
+    """The scale that `quantize` gives all rows, `[1]`; None where it is "row", and each row gets its own.
+
+    Raises:
+        ProblemError: it is neither.
+    """
+    if isinstance(quantize, Tensor) and quantize.numel() == 1:
+        return quantize.reshape(1)
+    if isinstance(quantize, str) and quantize == "row":
+        return None
+    raise ProblemError('quantize must be "row", or a float32 tensor of one element, the scale of all rows')
+
+
+def returned_scale(scale: Tensor, quantize: Any, like: Tensor) -> Tensor:
+    """The scales of rows as a caller gets them: `[..., 1]` beside `like`, or the tensor that was given."""
+    return scale.reshape(*like.shape[:-1], 1) if isinstance(quantize, str) else quantize
