@@ -70,9 +70,10 @@ def takes_tensors(function: Called) -> Called:
 
 def are_served(first: Tensor, *others: Tensor | None) -> bool:
     """Whether all tensors are there, on one GPU, and of one type that the kernels of rows take: float16 or bfloat16."""
-    ours = first.dtype in (torch.float16, torch.bfloat16) and first.device.type == process.runtime.device_type
-    return ours and all(
-        each is not None and (each.dtype, each.device) == (first.dtype, first.device) for each in others
+    return (
+        first.dtype in (torch.float16, torch.bfloat16)
+        and first.device.type == process.runtime.device_type
+        and all(each is not None and (each.dtype, each.device) == (first.dtype, first.device) for each in others)
     )
 
 

@@ -10,8 +10,12 @@ Functions are registered by definition: a function of FlashInfer with the sizes 
 `python -m tiledsched.ops.integrations.flashinfer FOLDER --eps 1e-5` writes such solutions as files, for the definitions that
 FlashInfer wrote into the folder with `FLASHINFER_TRACE_DUMP=1`.
 
-FlashInfer 0.7.4 hands a registered function only the inputs that the definition has. The definitions of norms have no `eps`, so
-that it must be given here. Those of attention have no mask, window or soft cap: no function could answer them rightly.
+FlashInfer 0.7.4 hands a registered function only the inputs that the definition has, and copies what it returns where the caller
+wants it. Therefore:
+
+- The definitions of norms have no `eps`, so that it must be given here.
+- Those of attention have no mask, window or soft cap: no function could answer them rightly.
+- `fused_add_rmsnorm` works in place. Two copies would cost more than a kernel can gain, and there is no solution of it.
 """
 
 from __future__ import annotations
@@ -25,8 +29,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from tiledsched.core.config import warn_once
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import ConfigError, TiledschedError
@@ -35,7 +37,6 @@ from tiledsched.kernels.glu.front import geglu, swiglu
 from tiledsched.kernels.rms_norm.front import rms_norm
 from tiledsched.ops.front import are_served
 
-ENTRY = "solution.py"
 SOURCE = '''"""Needs tiledsched: pip install tiledsched."""
 
 from tiledsched.ops.integrations.flashinfer import solution
@@ -44,20 +45,13 @@ run = solution({name!r}, eps={eps!r})
 '''
 
 
-def _added_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
-    return rms_norm(x, weight, eps, residual=residual)
-
-
 DEFINITIONS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "silu_and_mul": (("input",), swiglu),
     "gelu_and_mul": (("input",), geglu),
     "gelu_tanh_and_mul": (("input",), functools.partial(geglu, approximate="tanh")),
     "rmsnorm": (("hidden_states", "weight"), rms_norm),
-    "fused_add_rmsnorm": (("hidden_states", "residual", "weight"), _added_norm),
 }
 """Function of FlashInfer -> the inputs of its definitions, in the order in which that function and ours take them, and ours."""
-WIDTH = "_h"
-"""Stands between the function and the width of its input in the name of a definition."""
 
 
 def solution(name: str, eps: float | None = None) -> Callable[..., Any]:
@@ -71,14 +65,15 @@ def solution(name: str, eps: float | None = None) -> Callable[..., Any]:
     Raises:
         ConfigError: there is no kernel for this definition, a norm comes without eps, or FlashInfer is missing.
     """
-    word, _, width = name.rpartition(WIDTH)
+    word, _, width = name.rpartition("_h")
     if word not in DEFINITIONS or not width.isdecimal():
         raise ConfigError(
             f"there is no kernel for the definition {name!r}; there are those for {', '.join(DEFINITIONS)}, each with the width "
             "of its input, such as rmsnorm_h4096"
         )
-    is_norm = word.endswith("norm")
-    if is_norm and eps is None:
+    inputs, ours = DEFINITIONS[word]
+    numbers = [eps] if "weight" in inputs else []
+    if None in numbers:
         raise ConfigError(f"{name} does not say which eps the model's norms have; give eps, such as 1e-5")
     try:
         import flashinfer
@@ -87,8 +82,6 @@ def solution(name: str, eps: float | None = None) -> Callable[..., Any]:
         raise ConfigError(
             f"FlashInfer with trace_apply is needed ({error}); install flashinfer-python 0.7.4"
         ) from error
-    inputs, ours = DEFINITIONS[word]
-    numbers = [eps] if is_norm else []
     theirs = inspect.unwrap(getattr(flashinfer, word), stop=lambda each: not hasattr(each, "_trace_apply"))
 
     def run(**given: Any) -> Any:
@@ -96,8 +89,7 @@ def solution(name: str, eps: float | None = None) -> Callable[..., Any]:
         if are_served(*tensors):
             return ours(*tensors, *numbers)
         warn_once(f"FlashInfer's own {word} serves a call of {name}, with tensors that tiledsched does not take")
-        out = theirs(*tensors, *numbers)
-        return tuple(tensors[:2]) if out is None else out  # FlashInfer has changed its arguments in place
+        return theirs(*tensors, *numbers)
 
     return run
 
@@ -116,7 +108,7 @@ def write_solutions(folder: Path, eps: float | None = None) -> list[Path]:
     for path in sorted(each for each in folder.rglob("*.json") if "solutions" not in each.relative_to(folder).parts):
         try:
             name = str(json.loads(read_bounded(path))["name"])
-            if name.rpartition(WIDTH)[0] in DEFINITIONS:
+            if name.rpartition("_h")[0] in DEFINITIONS:
                 solution(name, eps)  # raises where it could not be loaded later
                 target = folder / "solutions" / f"tiledsched_{name}.json"
                 target.parent.mkdir(exist_ok=True)
@@ -143,10 +135,10 @@ def _described(name: str, eps: float | None) -> dict[str, Any]:
         "spec": {
             "language": "python",
             "target_hardware": [arch.replace("_", "") for arch in ARCHS],
-            "entry_point": f"{ENTRY}::run",
+            "entry_point": "solution.py::run",
             "dependencies": ["tiledsched"],
         },
-        "sources": [{"path": ENTRY, "content": SOURCE.format(name=name, eps=eps)}],
+        "sources": [{"path": "solution.py", "content": SOURCE.format(name=name, eps=eps)}],
     }
 
 
@@ -159,8 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, help="what FLASHINFER_TRACE_DUMP_DIR named")
     parser.add_argument("--eps", type=float, help="what the model's norms add to the mean of squares, such as 1e-5")
     given = parser.parse_args(arguments)
-    for path in write_solutions(given.folder, given.eps):
-        print(path)
+    print(*write_solutions(given.folder, given.eps), sep="\n")
     return 0
 
 

@@ -23,22 +23,18 @@ from tiledsched.kernels.rms_norm import front as norms
 from tiledsched.ops.front import are_served
 
 NAME = "tiledsched"
-LAYER = "SiluAndMul"
-"""The name of the class of vLLM that is replaced."""
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """`x / sqrt(mean(x * x) + epsilon) * weight` over the last axis, with the signature that vLLM's operation has."""
-    out: Tensor = norms.rms_norm(x, weight, epsilon)  # type: ignore[arg-type]
-    return out
+    return norms.rms_norm(x, weight, epsilon)
 
 
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The norm of `x + x_residual`, and this sum, with the signature that vLLM's operation has."""
-    out, total = norms.rms_norm(x, weight, epsilon, residual=x_residual)  # type: ignore[arg-type]
-    return out, total
+    return norms.rms_norm(x, weight, epsilon, residual=x_residual)
 
 
 def _takes_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
@@ -90,14 +86,14 @@ def register_layers() -> None:
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    if LAYER in op_registry_oot:
+    if SiluAndMul.__name__ in op_registry_oot:
         return
 
     class TiledschedSiluAndMul(SiluAndMul):
         def forward_cuda(self, x: Tensor) -> Tensor:
             return swiglu(x) if are_served(x) else super().forward_cuda(x)
 
-    CustomOp.register_oot(TiledschedSiluAndMul, name=LAYER)
+    CustomOp.register_oot(TiledschedSiluAndMul, name=SiluAndMul.__name__)
     TiledschedSiluAndMul.name = SiluAndMul.name  # by which it is enabled, and which registering has changed
 
 
