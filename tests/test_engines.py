@@ -133,7 +133,7 @@ STAND_INS = {
     "vllm.model_executor.custom_op": {"CustomOp": CustomOp},
     "vllm.model_executor.layers.activation": {"SiluAndMul": SiluAndMul},
     "flashinfer": {"rmsnorm": rmsnorm, "silu_and_mul": silu_and_mul, "gelu_and_mul": 0, "gelu_tanh_and_mul": 0},
-    "flashinfer.trace_apply": {"enable_apply": enable_apply, "disable_apply": lambda: None},
+    "flashinfer.trace_apply": {"enable_apply": enable_apply, "disable_apply": lambda: None, "stats": dict},
 }
 
 

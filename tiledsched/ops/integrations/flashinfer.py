@@ -102,22 +102,20 @@ def write_solutions(folder: Path, eps: float | None = None) -> list[Path]:
         eps: see :func:`solution`.
 
     Raises:
-        ConfigError: no definition has a kernel, a norm comes without eps, or a file cannot be read or written.
+        ConfigError: no definition has a kernel, a norm comes without eps, or a file cannot be read.
+        OSError: the folder cannot be written.
     """
     written = []
     for path in sorted(each for each in folder.rglob("*.json") if "solutions" not in each.relative_to(folder).parts):
         try:
             name = str(json.loads(read_bounded(path))["name"])
-            if name.rpartition("_h")[0] in DEFINITIONS:
-                solution(name, eps)  # raises where it could not be loaded later
-                target = folder / "solutions" / f"tiledsched_{name}.json"
-                target.parent.mkdir(exist_ok=True)
-                write_whole(target, json.dumps(_described(name, eps), indent=2) + "\n")
-                written.append(target)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} is no definition of FlashInfer, or {folder} cannot be written: {error!r}"
-            ) from error
+            raise ConfigError(f"{path} is no definition of FlashInfer ({error!r}); move it elsewhere") from error
+        if name.rpartition("_h")[0] in DEFINITIONS:
+            solution(name, eps)  # raises where it could not be loaded later
+            written.append(folder / "solutions" / f"tiledsched_{name}.json")
+            written[-1].parent.mkdir(exist_ok=True)
+            write_whole(written[-1], json.dumps(_described(name, eps), indent=2) + "\n")
     if not written:
         raise ConfigError(
             f"{folder} holds no definition of {', '.join(DEFINITIONS)}; first run the program with FLASHINFER_TRACE_DUMP=1 and "
@@ -158,6 +156,6 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except TiledschedError as error:
+    except (TiledschedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(getattr(error, "exit_code", 2))
