@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import SHIPPED, kernel_named
+from tiledsched.serve import process
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 GRADIENTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {}
@@ -65,6 +66,15 @@ def takes_tensors(function: Called) -> Called:
             raise
 
     return cast(Called, checked)
+
+
+def are_served(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether all tensors are there, on one GPU, and of one type that the kernels of rows take: float16 or bfloat16."""
+    return (
+        first.dtype in (torch.float16, torch.bfloat16)
+        and first.device.type == process.runtime.device_type
+        and all(each is not None and (each.dtype, each.device) == (first.dtype, first.device) for each in others)
+    )
 
 
 def flat_rows(x: Tensor) -> Tensor:

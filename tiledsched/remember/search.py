@@ -108,7 +108,7 @@ class Search:
                 known = self._counted(store.read())
                 if known.covers(call):
                     return self._answer(call, known)
-                problem = known.problem or call.new_problem()
+                problem = known.problem or call.new_problem(known.other_grids)
         except OpaqueError as error:
             call, store = self._not_stored(error), None
         if gpu is None:
