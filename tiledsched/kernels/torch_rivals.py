@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 from tiledsched.core.problem import Problem
@@ -45,6 +46,25 @@ def compiled(function: Function, mode: str = TUNED) -> Function:
 
             torch.compiler.reset()  # else it gives up on a function that it has compiled for eight problems
             made.append(torch.compile(function, dynamic=False, mode=mode))
+        return made[0](*tensors)
+
+    return call
+
+
+def compiled_alone(function: FunctionType) -> Function:
+    """The function under `torch.compile`, for the shapes of each call, beside whatever else the process has compiled.
+
+    It is a copy with code of its own: torch gives up on code that it has compiled for eight problems.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_alone")
+    copy = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    made: list[Function] = []
+
+    def call(*tensors: Any) -> Any:
+        if not made:
+            import torch
+
+            made.append(torch.compile(copy, dynamic=False))
         return made[0](*tensors)
 
     return call

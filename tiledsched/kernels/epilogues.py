@@ -1,0 +1,151 @@
+"""Epilogues of matrix products: what becomes of the float32 sums before they are rounded and stored.
+
+    C = quantised(activation(A @ B + bias) * (A @ gate) + residual)
+
+Each part may be missing. All is computed in float32 and rounded once, where torch rounds the product first, and then the result of
+each further operation or fused group of them.
+
+One table says what an epilogue may be. :data:`ACTIVATIONS` has the activations, as NumPy and torch have them; their tile code is
+the function of the same name in :mod:`tiledsched.kernels.epilogue_tiles`. :class:`Epilogue` has the fields of problems and the
+arrays; the declaration of a product with an epilogue derives from it and from the plain product. Constants, references, the
+rivals' functions and FLOPs follow from these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy
+
+import tiledsched.core.fields as ts
+from tiledsched.kernels.glu.declaration import erfc
+
+E4M3 = "float8_e4m3fn"
+LARGEST_E4M3 = 448.0
+"""The largest number of the type, to which larger ones are cut."""
+
+
+class Activation(NamedTuple):
+    """An activation, in NumPy and in torch."""
+
+    exact: Callable[[Any, Any], Any]
+    """`exact(xp, x)`, in the precision of x."""
+    torch: Callable[[Any, Any], Any]
+    """`torch(F, x)`, where F is `torch.nn.functional`."""
+    slope: Callable[[Any, Any, Any], Any]
+    """`slope(aten, d, x)`: the gradient of x, where d is that of the result and aten is `torch.ops.aten`."""
+
+
+def _share(xp: Any, x: Any) -> Any:
+    """The logistic function of 2 * x."""
+    return 0.5 * (1.0 + xp.tanh(x))
+
+
+ACTIVATIONS = {
+    "none": Activation(lambda xp, x: x, lambda F, x: x, lambda aten, d, x: d),
+    "relu": Activation(
+        lambda xp, x: xp.maximum(x, 0.0), lambda F, x: F.relu(x), lambda aten, d, x: aten.threshold_backward(d, x, 0)
+    ),
+    "squared_relu": Activation(
+        lambda xp, x: xp.maximum(x, 0.0) ** 2, lambda F, x: F.relu(x) ** 2, lambda aten, d, x: d * 2.0 * x.clamp(min=0)
+    ),
+    "silu": Activation(
+        lambda xp, x: x * _share(xp, 0.5 * x), lambda F, x: F.silu(x), lambda aten, d, x: aten.silu_backward(d, x)
+    ),
+    "gelu": Activation(
+        lambda xp, x: 0.5 * x * erfc(xp, x / -math.sqrt(2.0)),
+        lambda F, x: F.gelu(x),
+        lambda aten, d, x: aten.gelu_backward(d, x),
+    ),
+    "gelu_tanh": Activation(
+        lambda xp, x: x * _share(xp, math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)),
+        lambda F, x: F.gelu(x, approximate="tanh"),
+        lambda aten, d, x: aten.gelu_backward(d, x, approximate="tanh"),
+    ),
+}
+"""Name -> what it computes; squared_relu is the square of relu, and gelu_tanh the approximation of gelu by tanh."""
+
+
+class Epilogue:
+    """The fields and arrays of a product with an epilogue; C `[m, n]` is of the type `out_dtype`."""
+
+    activation = ts.choice(*ACTIVATIONS)
+    bias = ts.flag()
+    gate = ts.flag()
+    residual = ts.flag()
+    out_dtype = ts.dtype("bfloat16", "float16", E4M3)
+
+    Bias = ts.array("n", when="bias")
+    Gate = ts.array("k n", layout="b_layout", when="gate")
+    Residual = ts.array("m n", when="residual")
+    Scale = ts.array("1", dtype="float32", when="quantised")
+
+    requires = {f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"}
+
+
+ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField))
+"""The names of the arrays, in the order in which functions take them."""
+
+
+def is_quantised(p: Any) -> bool:
+    """Whether the result is divided by a scale and rounded to 8 bits."""
+    return bool(p.out_dtype == E4M3)
+
+
+def arrays_of(p: Any) -> tuple[str, ...]:
+    """The names of the epilogue's arrays that a problem has, an author's own among them."""
+    names = (*ARRAYS, *getattr(p.declaration, "own_arrays", ()))
+    return tuple(name for name in names if p.declaration.present(name, p))
+
+
+def products_of(p: Any) -> int:
+    """How many products of A there are."""
+    return 1 + bool(p.gate)
+
+
+def unit_inputs(xp: Any, rng: Any, p: Any, rows: str = "m") -> Mapping[str, Any]:
+    """A such that sums are of the size of 1, where activations are curved, and a scale with which few results are cut."""
+    shape = getattr(p, rows), p.k
+    scale = 2.0 ** rng.integers(-7, -4, size=1)
+    return {"A": rng.standard_normal(shape, dtype=numpy.float32) / math.sqrt(p.k), "Scale": scale.astype("float32")}
+
+
+def exactly(xp: Any, p: Any, sums: Any, gated: Any, Bias: Any, Residual: Any, Scale: Any, **own: Any) -> Any:
+    """The result of sums `[rows, columns]` in their own precision, by NumPy or CuPy.
+
+    Args:
+        xp: numpy or cupy.
+        p: the problem.
+        sums, gated: the products of A and B, and of A and Gate, or None.
+        Bias, Residual, Scale: arrays of the problem that broadcast to the sums, or None.
+        own: the arrays of an author's own epilogue, by name.
+    """
+    if Bias is not None:
+        sums = sums + Bias
+    if p.declaration.epilogue is not None:
+        sums = p.declaration.apply_own(xp, sums, own)
+    sums = ACTIVATIONS[p.activation].exact(xp, sums)
+    if gated is not None:
+        sums = sums * gated
+    if Residual is not None:
+        sums = sums + Residual
+    return sums if Scale is None else xp.clip(sums / Scale, -LARGEST_E4M3, LARGEST_E4M3)
+
+
+def in_torch(p: Any, sums: Any, gated: Any = None, Bias: Any = None, Residual: Any = None, Scale: Any = None) -> Any:
+    """The result of sums, as torch has it: every operation rounds, unless torch.compile fuses it with others. The arguments are
+    those of :func:`exactly`."""
+    import torch
+
+    if Bias is not None:
+        sums = sums + Bias
+    sums = ACTIVATIONS[p.activation].torch(torch.nn.functional, sums)
+    if gated is not None:
+        sums = sums * gated
+    if Residual is not None:
+        sums = sums + Residual
+    if Scale is None:
+        return sums
+    return (sums.float() / Scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)

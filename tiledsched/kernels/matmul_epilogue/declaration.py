@@ -1,0 +1,140 @@
+"""The declaration of matrix products with an epilogue: that of the plain product, with the fields of `kernels.epilogues`.
+
+What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import tiledsched.core.fields as ts
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.epilogues import E4M3, Epilogue, arrays_of, exactly, is_quantised, products_of, unit_inputs
+from tiledsched.kernels.matmul.declaration import PAD_TILE, TOKENS, Matmul, MatmulSimilarity, Values
+from tiledsched.kernels.matmul_epilogue.rivals import raced
+from tiledsched.kernels.product_model import ProductCost
+from tiledsched.kernels.product_schedules import Launch, product_launches
+
+SWIGLU, ADDED, BIASED = {"gate": True, "activation": "silu"}, {"residual": True}, {"bias": True}
+MODELS: dict[str, tuple[tuple[int, int, Values], ...]] = {
+    "llama_8b": ((14336, 4096, SWIGLU), (4096, 14336, ADDED), (4096, 4096, ADDED)),
+    "llama_70b": ((28672, 8192, SWIGLU), (8192, 28672, ADDED), (8192, 8192, ADDED)),
+    "qwen3_8b": ((12288, 4096, SWIGLU), (4096, 12288, ADDED), (4096, 4096, ADDED)),
+    "qwen2_7b": ((4608, 3584, BIASED), (18944, 3584, SWIGLU), (3584, 18944, ADDED)),
+    "gpt2_xl": ((6400, 1600, BIASED | {"activation": "gelu_tanh"}), (1600, 6400, BIASED | ADDED)),
+}
+"""Model -> (n, k, epilogue) of its linear layers, from the models' published configurations (Llama 3.1, Qwen 3 and 2.5, GPT-2)."""
+OTHER_EPILOGUE = 0.1
+"""The distance between two products that differ in one part of their epilogues."""
+
+
+def plain(p: Any) -> Any:
+    """The plain product that takes as long: with as many columns as both products of a gated one have together."""
+    return Matmul.problem(
+        m=p.m, n=p.n * (products_of(p) if "gate" in p.values else 1), **{name: p.values[name] for name in OTHERS}
+    )
+
+
+OTHERS = ("k", "dtype", "a_layout", "b_layout")
+
+
+class EpilogueCost(ProductCost):
+    """The time of the product, or of both."""
+
+    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """That of the plain product."""
+        return super().model(plain(p), s.replace(TILE_N=s.number("TILE_N") * products_of(p)), facts, spec)
+
+
+class EpilogueSimilarity(MatmulSimilarity):
+    """How products with epilogues compare, with one another and with plain products, whose schedules they take."""
+
+    def kind(self, p: Any) -> tuple[Any, ...]:
+        """The element type and the layouts."""
+        return p.dtype, p.a_layout, p.b_layout
+
+    def distance(self, p: Any, q: Any) -> float:
+        """That of the plain products; more where epilogues differ."""
+        mine = (each for each in Epilogue.__dict__ if each in p.values and each in q.values)
+        return super().distance(plain(p), plain(q)) + OTHER_EPILOGUE * sum(p.values[x] != q.values[x] for x in mine)
+
+
+class MatmulEpilogue(Epilogue, Matmul, Kernel):
+    """C `[m, n]` = quantised(activation(A @ B + Bias) * (A @ Gate) + Residual), computed in float32 and rounded once.
+
+    A is `[m, k]`, B and Gate are `[k, n]`. Each part but the product may be missing.
+    """
+
+    name = "matmul_epilogue"
+    space = Matmul.name
+    epilogue: ClassVar[Callable[..., Any] | None] = None
+    """An author's own function in the place of the activation."""
+    own_arrays: ClassVar[tuple[str, ...]] = ()
+    """The names of the arrays that it takes."""
+    derived = Matmul.derived | {"quantised": is_quantised}
+    PaddedGate = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
+
+    knobs = Matmul.knobs | {"TILE_N": ts.knob((128, 256, 64, 32), about="columns of a work tile", weight=1.0)}
+    constraints = Matmul.constraints | {
+        "not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products",
+        "not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share",
+    }
+    suites = {
+        name: [{"m": m, "n": n, "k": k, "b_layout": "column", **epilogue} for n, k, epilogue in shapes for m in TOKENS]
+        for name, shapes in MODELS.items()
+    }
+    cost = EpilogueCost()
+    similarity = EpilogueSimilarity()
+    axes = ("m", "n", "k", "activation", "gate", "bias", "residual")
+    compiled_rivals = ("torch_compile",)
+    rivals = staticmethod(raced)
+    inputs = staticmethod(unit_inputs)
+
+    @staticmethod
+    def launches(p: Problem, s: Schedule, device: Any) -> list[Launch]:
+        """Those of the plain product, the last of which finishes the sums."""
+        from tiledsched.kernels.matmul.tiles import matmul_partial, pad_a, pad_b
+        from tiledsched.kernels.matmul_epilogue import tiles
+
+        words = "_padded" if s["PAD"] else "" if s.number("SPLIT_K") > 0 else "_in_shares"
+        made = (tiles.entry_of(f"matmul_epilogue{words}", p.declaration, p.activation, arrays_of(p)), matmul_partial)
+        combine = tiles.entry_of("combine_epilogue", p.declaration, p.activation, arrays_of(p))
+        found = product_launches(p, s, device, *made, combine)
+        if not s["PAD"]:
+            return found
+        columns = p.padded_k // PAD_TILE, p.padded_n // PAD_TILE
+        gates = [(tiles.pad_gate, columns)] if p.gate else []
+        return [(pad_a, (p.padded_m // PAD_TILE, columns[0])), (pad_b, columns), *gates, *found]
+
+    @staticmethod
+    def flops(p: Problem) -> float:
+        """Those of the products."""
+        return Matmul.flops(p) * products_of(p)
+
+    @staticmethod
+    def reference(
+        xp: Any, A: Any, B: Any, Bias: Any, Gate: Any, Residual: Any, Scale: Any, p: Problem, **arrays: Any
+    ) -> Any:
+        """The finished sums."""
+        own = {name: arrays[name] for name in p.declaration.own_arrays}  # type: ignore[attr-defined]
+        return exactly(xp, p, A @ B, None if Gate is None else A @ Gate, Bias, Residual, Scale, **own)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Sizes that no tile divides, both layouts, rows that TMA cannot load, and every part of an epilogue."""
+        small = {"m": 70, "n": 150, "k": 100, "b_layout": "column"}
+        made: list[Values] = [
+            {"m": 150, "n": 136, "k": 104, "bias": True, "activation": "gelu", "residual": True},
+            small | {"gate": True, "activation": "silu"},
+            small | {"gate": True, "activation": "squared_relu", "bias": True, "residual": True, "b_layout": "row"},
+            {"m": 130, "n": 72, "k": 200, "a_layout": "column", "activation": "gelu_tanh", "out_dtype": E4M3},
+            {"m": 3, "n": 5, "k": 1, "activation": "relu", "residual": True, "bias": True},
+            {"m": 1, "n": 64, "k": 72, "bias": True, "dtype": "float16", "out_dtype": "float16"},
+            {"m": 65, "n": 129, "k": 64, "gate": True, "residual": True, "bias": True, "out_dtype": E4M3},
+        ]
+        return [MatmulEpilogue.problem(**values) for values in made]

@@ -1,0 +1,48 @@
+"""Products with an epilogue by torch: a function takes A, B and the arrays of the epilogue that the problem has, and returns C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiledsched.core.problem import Problem
+from tiledsched.core.rivals import Function, Numbers, Variants
+from tiledsched.kernels.epilogues import arrays_of, in_torch, is_quantised
+from tiledsched.kernels.torch_rivals import compiled_alone, torch_methods
+
+FUSED = {"none": "addmm", "relu": "_addmm_activation", "gelu_tanh": "_addmm_activation"}
+"""Activation -> the function of torch that lets cuBLAS add the bias and apply it."""
+
+
+def eager(p: Problem, numbers: Numbers) -> Function:
+    """cuBLAS, followed by a kernel of torch's for each operation."""
+    import torch
+
+    def call(A: Any, B: Any, *arrays: Any) -> Any:
+        given = dict(zip(arrays_of(p), arrays, strict=True))
+        gated = torch.mm(A, given.pop("Gate")) if p.gate else None
+        return in_torch(p, torch.mm(A, B), gated, **given)
+
+    return call
+
+
+def fused(p: Problem) -> Function | None:
+    """cuBLAS with an epilogue of its own; None where torch offers none: it knows a bias, with relu or gelu, or a residual."""
+    import torch
+
+    if p.gate or is_quantised(p) or p.bias + p.residual != 1 or p.activation not in FUSED:
+        return None
+    if p.residual and p.activation != "none":
+        return None
+    function, more = getattr(torch, FUSED[p.activation]), {"use_gelu": True} if p.activation == "gelu_tanh" else {}
+    return lambda A, B, added: function(added, A, B, **more)
+
+
+def raced(p: Problem) -> Variants:
+    """What a tune times and what may serve; none for an author's own function, which torch does not have."""
+    if p.declaration.epilogue is not None:  # type: ignore[attr-defined]
+        return {}
+    found = {"torch": eager(p, {}), "cublas_fused": fused(p), "torch_compile": compiled_alone(eager(p, {}))}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+METHODS = torch_methods(eager, "default")
