@@ -1,7 +1,7 @@
 """The tile code of epilogues: float32 sums of a product become what is rounded and stored. See `kernels.epilogues`.
 
-An activation is a function `f(acc, row, column, *arrays)` of a whole tile of sums `[rows, columns]` in float32, the numbers of its
-rows `[rows, 1]`, those of its columns `[1, columns]`, and arrays, which the activations of this file do without. An author's own
+An activation is a function `f(acc, row, column, *arrays)` of a tile of sums `[rows, columns]` in float32, the numbers of its rows
+`[rows, 1]`, those of its columns `[1, columns]`, and arrays, which the activations of this file do without. An author's own
 epilogue is such a function, too. They are injected into the kernels, and inlined like all other code.
 """
 
@@ -33,6 +33,8 @@ class Extras:
     """Of the shape of C."""
     scale: Any
     """`[1]`, float32, by which results are divided before they are rounded to e4m3."""
+    TMA_STORE: bool
+    """Whether the TMA unit stores C: the compiler chooses it where it knows that rows are whole groups of 16 elements."""
 
 
 def finished(acc, gated, bias, residual, row, column, extras):

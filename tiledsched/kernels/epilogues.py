@@ -2,8 +2,8 @@
 
     C = quantised(activation(A @ B + bias) * (A @ gate) + residual)
 
-Each part may be missing. All is computed in float32 and rounded once, where torch rounds the product first, and then the result of
-each further operation or fused group of them.
+Each part may be missing. All is computed in float32 and rounded once, where torch rounds the product first, and then the result
+of each further operation or fused group of them.
 
 One table says what an epilogue may be. :data:`ACTIVATIONS` has the activations, as NumPy and torch have them; their tile code is
 the function of the same name in :mod:`tiledsched.kernels.epilogue_tiles`. :class:`Epilogue` has the fields of problems and the
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 
@@ -82,7 +82,9 @@ class Epilogue:
     Residual = ts.array("m n", when="residual")
     Scale = ts.array("1", dtype="float32", when="quantised")
 
-    requires = {f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"}
+    requires: ClassVar[Mapping[str, str]] = {
+        f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"
+    }
 
 
 ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField))

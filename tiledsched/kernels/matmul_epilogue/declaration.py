@@ -5,7 +5,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
@@ -28,7 +28,8 @@ MODELS: dict[str, tuple[tuple[int, int, Values], ...]] = {
     "qwen2_7b": ((4608, 3584, BIASED), (18944, 3584, SWIGLU), (3584, 18944, ADDED)),
     "gpt2_xl": ((6400, 1600, BIASED | {"activation": "gelu_tanh"}), (1600, 6400, BIASED | ADDED)),
 }
-"""Model -> (n, k, epilogue) of its linear layers, from the models' published configurations (Llama 3.1, Qwen 3 and 2.5, GPT-2)."""
+"""Model -> (n, k, epilogue) of its linear layers, from published configurations (Llama 3.1, Qwen 3 and 2.5, GPT-2)."""
+WAITS = "the compiler (13.5) waits for every single product in such loops over work tiles"
 OTHER_EPILOGUE = 0.1
 """The distance between two products that differ in one part of their epilogues."""
 
@@ -76,12 +77,20 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
     """An author's own function in the place of the activation."""
     own_arrays: ClassVar[tuple[str, ...]] = ()
     """The names of the arrays that it takes."""
-    derived = Matmul.derived | {"quantised": is_quantised}
+    derived = Matmul.derived | {"quantised": is_quantised, "whole_rows": lambda p: p.n % 16 == 0}
     PaddedGate = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
 
-    knobs = Matmul.knobs | {"TILE_N": ts.knob((128, 256, 64, 32), about="columns of a work tile", weight=1.0)}
+    knobs = Matmul.knobs | {
+        "TILE_N": ts.knob((128, 256, 64, 32), about="columns of a work tile", weight=1.0),
+        "TMA_STORE": ts.knob((False, True), about="whether the TMA unit stores the result", weight=0.4),
+    }
+    plain = Matmul.plain | {"TMA_STORE": False}
     constraints = Matmul.constraints | {
         "not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products",
+        "not TMA_STORE or whole_rows": "the TMA unit stores rows that are whole groups of 16 elements",
+        "not TMA_STORE or SPLIT_K <= 1": "a sum behind shares has tiles of its own",
+        "compute_capability != 90 or not PERSISTENT or (REST_N == 0 and TMA_STORE == (TILE_N < 256))": WAITS,
+        "compute_capability != 90 or not PERSISTENT or TILE_N >= 256 or num_ctas == 1": WAITS,
         "not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share",
     }
     suites = {

@@ -1,4 +1,4 @@
-"""Products with an epilogue by torch: a function takes A, B and the arrays of the epilogue that the problem has, and returns C."""
+"""Products with an epilogue by torch: a function takes A, B and the arrays of the problem's epilogue, and returns C."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ The order of the work tiles, the main loop, the copies of operands that TMA cann
 `kernels.matmul.tiles`, whose own kernels stay as they are. A gate is a second product of the same rows of A, whose sums are held
 beside those of the first, so that a work tile has half as many columns.
 
-A kernel takes the arrays that its problem has, and no others, and an activation or an author's own function is injected into it: its
-text is made by :func:`entry_of`.
+A kernel takes the arrays that its problem has, and no others, and an activation or an author's own function is injected into it:
+:func:`entry_of` makes its text.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -30,7 +30,7 @@ from tiledsched.kernels.matmul.tiles import (
 )
 from tiledsched.kernels.products import Bool as Bool, Int as Int, elements_of, place_of, sum_of_shares
 
-PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY")
+PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY", "TMA_STORE")
 SHARES = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")
 ENTRIES = {
     "matmul_epilogue": (("A", "B", "Gate"), PRODUCT, "schedule_tiles(A, B, Gate, C, extras, MatmulConstants({}, 1))"),
@@ -52,6 +52,10 @@ ENTRIES = {
 }
 """Kernel -> its operands, its constants, and its call, in which {} stands for the constants of the product."""
 
+BOOLEANS = ("PERSISTENT", "TMA_STORE", "COMBINE_EVEN")
+ROW_ELEMENTS = 16
+"""Elements of which rows of C are multiples where the TMA unit stores them."""
+
 
 @functools.lru_cache(maxsize=256)
 def entry_of(name, kernel, activation, present):
@@ -64,17 +68,15 @@ def entry_of(name, kernel, activation, present):
     parameters = [*taken, "C", *(f"{each}: {'Bool' if each in BOOLEANS else 'Int'}" for each in constants)]
     lines = [f"def {name}({', '.join(parameters)}):", f'    """{kernel.__doc__}"""']
     lines += [f"    {each} = None" for each in (*missing, *(set(operands) - set(taken)))]
+    lines += ["    TMA_STORE = False"] if "TMA_STORE" not in constants else []
     lines += [
-        f"    extras = Extras(FUNCTION, ({own}), Bias, Residual, Scale)",
-        f"    {call.format(', '.join(PRODUCT))}",
+        f"    extras = Extras(FUNCTION, ({own}), Bias, Residual, Scale, TMA_STORE)",
+        f"    {call.format(', '.join(PRODUCT[:-1]))}",
         "",
     ]
     function = kernel.epilogue or getattr(epilogue_tiles, activation)
     file = f"<{name} of {kernel.name} {activation} {' '.join(present)}>"
     return compiled(file, "\n".join(lines), {**globals(), "FUNCTION": function}, name)
-
-
-BOOLEANS = ("PERSISTENT", "COMBINE_EVEN")
 
 
 def pad_gate(Gate, PaddedGate, PAD_ROWS: Int, PAD_COLUMNS: Int):
@@ -98,9 +100,8 @@ def multiply(A, B, Gate, C, work, extras, const):
     if Gate is None:
         accumulators = main_loop(A, B, work, const)
         store(C, work, 0, accumulators[0], None, extras, const)
-        if const.REST_N:
-            if column_of(work, 1, const) * const.REST_N < C.shape[1]:
-                store(C, work, 1, accumulators[1], None, extras, const)
+        if const.REST_N and column_of(work, 1, const) * const.REST_N < C.shape[1]:
+            store(C, work, 1, accumulators[1], None, extras, const)
     else:
         acc, gated = accumulate_gated(A, B, Gate, work, const)
         store(C, work, 0, acc, gated, extras, const)
@@ -132,8 +133,10 @@ def store(C, work, PART, acc, gated, extras, const):
         bias = ct.gather(extras.bias, column)
     if extras.residual is not None:
         residual = part_view(extras.residual, const.TILE_M, PART, const).load(place)
-    tile = finished(acc, gated, bias, residual, row, column, extras)
-    part_view(C, const.TILE_M, PART, const).store(place, tile.astype(C.dtype))
+    tile = finished(acc, gated, bias, residual, row, column, extras).astype(C.dtype)
+    if extras.TMA_STORE:
+        C = C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ROW_ELEMENTS))
+    part_view(C, const.TILE_M, PART, const).store(place, tile)
 
 
 def combine(Partial, C, extras, SPLIT_K, COMBINE_M, COMBINE_N, EVEN):
