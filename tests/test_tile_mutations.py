@@ -33,6 +33,7 @@ PINNED: dict[str, dict] = {
     "rms_norm_backward": {"TILE_ROWS": 1, "loads": "plain", "occupancy": 1, "BLOCKS": 16},
     "softmax_backward": {"TILE_COLUMNS": 1024},
     "matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32, "num_worker_warps": 4, "GROUP_M": 4},
+    "matmul_epilogue": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32, "num_worker_warps": 4, "GROUP_M": 4},
     "scaled_matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "GROUP_M": 4, "PERSISTENT": False},
     "grouped_matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "GROUP_M": 4, "STORE": "rows"},
 }
@@ -239,6 +240,7 @@ BACKWARD_WALKS: tuple[dict, ...] = (
 )
 """Whole, read ahead, in several tiles, and read twice."""
 NARROW = {"TILE_M": 16, "SWAP": True}
+EPILOGUE = {"bias": True, "residual": True}
 
 
 def cases_of(kernel):
@@ -359,6 +361,21 @@ def cases_of(kernel):
                     ({}, large),
                 )
             ),
+        ],
+        "matmul_epilogue": [
+            *(
+                partial(passes, kernel, knobs, m=150, n=150, k=72, **EPILOGUE, activation=activation)
+                for activation, knobs in (
+                    ("relu", {}),
+                    ("squared_relu", {"REST_N": 32}),
+                    ("silu", {"SPLIT_K": 2}),
+                    ("gelu_tanh", {"SPLIT_K": -2}),
+                    ("gelu", {"PAD": True}),
+                )
+            ),
+            partial(passes, kernel, {}, m=150, n=150, k=72, **EPILOGUE, activation="silu", gate=True),
+            partial(passes, kernel, {"PAD": True}, m=150, n=150, k=75, activation="silu", gate=True),
+            partial(passes, kernel, {}, m=70, n=80, k=72, bias=True, out_dtype="float8_e4m3fn"),
         ],
         "scaled_matmul": [
             *(
@@ -752,6 +769,59 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             10,
         ),
     },
+    "matmul_epilogue": {
+        "no bias": ("acc = acc + bias.astype(ct.float32)", "pass", 1),
+        "no residual": ("acc = acc + residual.astype(ct.float32)", "pass", 1),
+        "the residual before the activation": (
+            "acc = activated(acc,",
+            "acc = activated(acc if residual is None else acc + residual,",
+            1,
+        ),
+        "the sums activated, not the gate": (
+            "activated(gate, row, column, extras) * acc",
+            "activated(acc, row, column, extras) * gate",
+            6,
+        ),
+        "no gate": ("activated(gate, row, column, extras) * acc", "activated(gate, row, column, extras)", 6),
+        "a gate that is added": ("column, extras) * acc", "column, extras) + acc", 6),
+        "multiplied by the scale": (
+            "(1.0 / ct.load(extras.scale, (0,), (1,)).item())",
+            "ct.load(extras.scale, (0,), (1,)).item()",
+            8,
+        ),
+        "relu of others": ("ct.where(acc < 0.0, 0.0, acc)", "ct.where(acc > 0.0, 0.0, acc)", 1),
+        "not squared": ("return acc * acc", "return acc", 2),
+        "logistic": ("return acc * logistic(acc)\n", "return logistic(acc)", 3),
+        "another factor": ("1.5957691216", "0.7978845608", 4),
+        "no cube": ("0.0713548163 * acc * acc", "0.0713548163 * acc", 4),
+        "gelu by tanh is near, and relu is not gelu": ("return exact_gelu(acc)", "return relu(acc, row, column)", 5),
+        "the bias of other columns": ("column = column + work.column * const.REST_N", "pass", 2),
+        "the bias of the first columns": (
+            "bias = ct.gather(extras.bias, column)\n",
+            "bias = ct.gather(extras.bias, column % 64)",
+            1,
+        ),
+        "the residual of the first tile": (".load(place)", ".load((0, 0))", 1),
+        "no second part": ("if const.REST_N and column_of", "if False and column_of", 2),
+        "the gate of the first columns": ("gates.load((step, work.column)", "gates.load((step, 0)", 6),
+        "the same product twice": ("gates.load((step, work.column)", "columns.load((step, work.column)", 6),
+        "the gate is not copied": ("copy_tile(Gate, PaddedGate, PAD_ROWS, PAD_COLUMNS)", "pass", 7),
+        "finished without the residual, behind shares": (
+            "residual = ct.gather(extras.residual, (row, column), check_bounds=not EVEN)",
+            "pass",
+            3,
+        ),
+        "finished without the bias, behind shares": (
+            "bias = ct.gather(extras.bias, column, check_bounds=not EVEN)",
+            "pass",
+            3,
+        ),
+        "the second share is left out": (
+            "sum_of_shares(Partial, row, column, SPLIT_K, EVEN)",
+            "sum_of_shares(Partial, row, column, 1, EVEN)",
+            3,
+        ),
+    },
     "softmax_backward": {
         "mean not taken": ("(gradients[j].astype(ct.float32) - mean)", "gradients[j].astype(ct.float32)", 5),
         "mean not taken, read twice": ("share * (gradient - mean)", "share * gradient", 3),
@@ -781,7 +851,12 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
     },
 }
 """Kernel -> fault -> what stands in the tile code, what is put in its place, and the case that notices it soonest."""
-SHARED = {"matmul": "products", "scaled_matmul": "products", "grouped_matmul": "products"}
+SHARED = {
+    "matmul": "products",
+    "matmul_epilogue": "epilogue_tiles",
+    "scaled_matmul": "products",
+    "grouped_matmul": "products",
+}
 """Kernel -> the module of tile code that it shares with others, if that is not `rows`."""
 
 

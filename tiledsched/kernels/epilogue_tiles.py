@@ -37,23 +37,25 @@ class Extras:
     """Whether the TMA unit stores C: the compiler chooses it where it knows that rows are whole groups of 16 elements."""
 
 
-def finished(acc, gated, bias, residual, row, column, extras):
+def finished(acc, gate, bias, residual, row, column, extras):
     """The results of a tile of sums, in float32.
 
-    `gated` are the sums of the second product, `bias` and `residual` tiles that broadcast to the sums; each may be None.
+    `gate` are the sums of the second product, `bias` and `residual` tiles that broadcast to the sums; each may be None.
     """
-    shape = acc.shape
     if bias is not None:
         acc = acc + bias.astype(ct.float32)
-    acc = ct.broadcast_to(ct.astype(extras.function(acc, row, column, *extras.arrays), ct.float32), shape)
-    if gated is not None:
-        acc = acc * gated
+    acc = activated(acc, row, column, extras) if gate is None else activated(gate, row, column, extras) * acc
     if residual is not None:
         acc = acc + residual.astype(ct.float32)
     if extras.scale is not None:
         acc = acc * (1.0 / ct.load(extras.scale, (0,), (1,)).item())
         acc = ct.minimum(ct.maximum(acc, -LARGEST_E4M3, propagate_nan=True), LARGEST_E4M3, propagate_nan=True)
     return acc
+
+
+def activated(acc, row, column, extras):
+    """What the injected function returns for a tile of sums, in float32."""
+    return ct.broadcast_to(ct.astype(extras.function(acc, row, column, *extras.arrays), ct.float32), acc.shape)
 
 
 def none(acc, row, column):

@@ -1,6 +1,7 @@
 """Epilogues of matrix products: what becomes of the float32 sums before they are rounded and stored.
 
-    C = quantised(activation(A @ B + bias) * (A @ gate) + residual)
+    C = quantised(activation(A @ B + bias) + residual)                  without a gate
+    C = quantised(activation(A @ gate) * (A @ B + bias) + residual)     with one
 
 Each part may be missing. All is computed in float32 and rounded once, where torch rounds the product first, and then the result
 of each further operation or fused group of them.
@@ -77,6 +78,7 @@ class Epilogue:
     residual = ts.flag()
     out_dtype = ts.dtype("bfloat16", "float16", E4M3)
 
+    C = ts.out("m n", dtype="out_dtype")
     Bias = ts.array("n", when="bias")
     Gate = ts.array("k n", layout="b_layout", when="gate")
     Residual = ts.array("m n", when="residual")
@@ -87,8 +89,8 @@ class Epilogue:
     }
 
 
-ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField))
-"""The names of the arrays, in the order in which functions take them."""
+ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField) and each.role == "in")
+"""The names of the arrays that are read, in the order in which functions take them."""
 
 
 def is_quantised(p: Any) -> bool:
@@ -114,40 +116,37 @@ def unit_inputs(xp: Any, rng: Any, p: Any, rows: str = "m") -> Mapping[str, Any]
     return {"A": rng.standard_normal(shape, dtype=numpy.float32) / math.sqrt(p.k), "Scale": scale.astype("float32")}
 
 
-def exactly(xp: Any, p: Any, sums: Any, gated: Any, Bias: Any, Residual: Any, Scale: Any, **own: Any) -> Any:
+def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Scale: Any, **own: Any) -> Any:
     """The result of sums `[rows, columns]` in their own precision, by NumPy or CuPy.
 
     Args:
         xp: numpy or cupy.
         p: the problem.
-        sums, gated: the products of A and B, and of A and Gate, or None.
+        sums, gate: the products of A and B, and of A and Gate, or None.
         Bias, Residual, Scale: arrays of the problem that broadcast to the sums, or None.
         own: the arrays of an author's own epilogue, by name.
     """
-    if Bias is not None:
-        sums = sums + Bias
+    activated: Callable[[Any], Any] = lambda x: ACTIVATIONS[p.activation].exact(xp, x)  # noqa: E731
     if p.declaration.epilogue is not None:
-        sums = p.declaration.apply_own(xp, sums, own)
-    sums = ACTIVATIONS[p.activation].exact(xp, sums)
-    if gated is not None:
-        sums = sums * gated
-    if Residual is not None:
-        sums = sums + Residual
+        activated = lambda x: p.declaration.apply_own(xp, x, own)  # noqa: E731
+    sums = combined(activated, sums, gate, Bias, Residual)
     return sums if Scale is None else xp.clip(sums / Scale, -LARGEST_E4M3, LARGEST_E4M3)
 
 
-def in_torch(p: Any, sums: Any, gated: Any = None, Bias: Any = None, Residual: Any = None, Scale: Any = None) -> Any:
+def in_torch(p: Any, sums: Any, gate: Any = None, Bias: Any = None, Residual: Any = None, Scale: Any = None) -> Any:
     """The result of sums, as torch has it: every operation rounds, unless torch.compile fuses it with others. The arguments are
     those of :func:`exactly`."""
     import torch
 
-    if Bias is not None:
-        sums = sums + Bias
-    sums = ACTIVATIONS[p.activation].torch(torch.nn.functional, sums)
-    if gated is not None:
-        sums = sums * gated
-    if Residual is not None:
-        sums = sums + Residual
+    functional = torch.nn.functional
+    sums = combined(lambda x: ACTIVATIONS[p.activation].torch(functional, x), sums, gate, Bias, Residual)
     if Scale is None:
         return sums
     return (sums.float() / Scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+
+
+def combined(activated: Callable[[Any], Any], sums: Any, gate: Any, bias: Any, residual: Any) -> Any:
+    """What stands in parentheses at the top of this file, of arrays of any library."""
+    sums = sums if bias is None else sums + bias
+    sums = activated(sums) if gate is None else activated(gate) * sums
+    return sums if residual is None else sums + residual

@@ -44,7 +44,7 @@ def _registered(kernel: str, **pinned: Any) -> str:
 
 
 def _word(kernel: str, pinned: dict[str, Any]) -> str:
-    return kernel + "".join(f"_{name}" for name, value in pinned.items() if value)
+    return kernel + "".join(f"_{value if isinstance(value, str) else name}" for name, value in pinned.items() if value)
 
 
 def takes_tensors(function: Called) -> Called:

@@ -66,9 +66,9 @@ class EpilogueSimilarity(MatmulSimilarity):
 
 
 class MatmulEpilogue(Epilogue, Matmul, Kernel):
-    """C `[m, n]` = quantised(activation(A @ B + Bias) * (A @ Gate) + Residual), computed in float32 and rounded once.
+    """C `[m, n]` = quantised(activation(A @ B + Bias) + Residual); with Gate activation(A @ Gate) * (A @ B + Bias) in its place.
 
-    A is `[m, k]`, B and Gate are `[k, n]`. Each part but the product may be missing.
+    A is `[m, k]`, B and Gate are `[k, n]`. Each part but the product may be missing. All is computed in float32 and rounded once.
     """
 
     name = "matmul_epilogue"
@@ -91,6 +91,7 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
         "not TMA_STORE or SPLIT_K <= 1": "a sum behind shares has tiles of its own",
         "compute_capability != 90 or not PERSISTENT or (REST_N == 0 and TMA_STORE == (TILE_N < 256))": WAITS,
         "compute_capability != 90 or not PERSISTENT or TILE_N >= 256 or num_ctas == 1": WAITS,
+        "compute_capability != 90 or not PERSISTENT or gate or not quantised": WAITS,
         "not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share",
     }
     suites = {

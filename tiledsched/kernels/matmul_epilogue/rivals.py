@@ -19,8 +19,8 @@ def eager(p: Problem, numbers: Numbers) -> Function:
 
     def call(A: Any, B: Any, *arrays: Any) -> Any:
         given = dict(zip(arrays_of(p), arrays, strict=True))
-        gated = torch.mm(A, given.pop("Gate")) if p.gate else None
-        return in_torch(p, torch.mm(A, B), gated, **given)
+        gate = torch.mm(A, given.pop("Gate")) if p.gate else None
+        return in_torch(p, torch.mm(A, B), gate, **given)
 
     return call
 

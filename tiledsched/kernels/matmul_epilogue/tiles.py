@@ -103,8 +103,8 @@ def multiply(A, B, Gate, C, work, extras, const):
         if const.REST_N and column_of(work, 1, const) * const.REST_N < C.shape[1]:
             store(C, work, 1, accumulators[1], None, extras, const)
     else:
-        acc, gated = accumulate_gated(A, B, Gate, work, const)
-        store(C, work, 0, acc, gated, extras, const)
+        acc, gate = accumulate_gated(A, B, Gate, work, const)
+        store(C, work, 0, acc, gate, extras, const)
 
 
 def accumulate_gated(A, B, Gate, work, const):
@@ -113,15 +113,15 @@ def accumulate_gated(A, B, Gate, work, const):
     rows = row_view(A, const)
     columns, gates = part_view(B, const.TILE_K, 0, const), part_view(Gate, const.TILE_K, 0, const)
     acc = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
-    gated = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
+    gate = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
     for step in range(ct.cdiv(A.shape[1], const.TILE_K)):
         a = rows.load((work.row, step), latency=latency)
         acc = ct.mma(a, columns.load((step, work.column), latency=latency), acc)
-        gated = ct.mma(a, gates.load((step, work.column), latency=latency), gated)
-    return acc, gated
+        gate = ct.mma(a, gates.load((step, work.column), latency=latency), gate)
+    return acc, gate
 
 
-def store(C, work, PART, acc, gated, extras, const):
+def store(C, work, PART, acc, gate, extras, const):
     """Finish and store one part of a work tile."""
     place = (work.row, column_of(work, PART, const))
     width = const.REST_N if PART else const.TILE_N
@@ -133,7 +133,7 @@ def store(C, work, PART, acc, gated, extras, const):
         bias = ct.gather(extras.bias, column)
     if extras.residual is not None:
         residual = part_view(extras.residual, const.TILE_M, PART, const).load(place)
-    tile = finished(acc, gated, bias, residual, row, column, extras).astype(C.dtype)
+    tile = finished(acc, gate, bias, residual, row, column, extras).astype(C.dtype)
     if extras.TMA_STORE:
         C = C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ROW_ELEMENTS))
     part_view(C, const.TILE_M, PART, const).store(place, tile)
