@@ -72,6 +72,19 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "a_layout": LAYOUTS,
         "b_layout": LAYOUTS,
     },
+    "matmul_epilogue": {
+        "m": (1, 17, 129, 1000),
+        "n": (1, 63, 257, 1024),
+        "k": (1, 65, 512, 4096),
+        "dtype": HALVES,
+        "a_layout": LAYOUTS,
+        "b_layout": LAYOUTS,
+        "activation": ("none", "relu", "squared_relu", "silu", "gelu", "gelu_tanh"),
+        "bias": FLAG,
+        "gate": FLAG,
+        "residual": FLAG,
+        "out_dtype": (*HALVES, "float8_e4m3fn"),
+    },
     "scaled_matmul": {
         "m": (1, 17, 129, 1000),
         "n": (16, 144, 1024),
@@ -287,14 +300,17 @@ def stated(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def programs(name: str) -> list[Program]:
-    """The programs that a kernel's table serves: of the problems in it, and of problems that are drawn."""
+    """The programs that a kernel's table serves: of the problems in it, and of problems that are drawn. The table holds what the
+    kernel whose search space it has lends it, too.
+    """
     from tiledsched.serve.lookup import LookupTable
     from tiledsched.store.spills import shipped_spills
 
     kernel = kernel_named(name)
     entries = shipped_entries(name)
+    lenders = shipped_entries(kernel.space) if kernel.space != name else []
     table = LookupTable(
-        entries, kernel, compiler=compiler(), spills_of=lambda arch: shipped_spills(name, arch, compiler())
+        [*entries, *lenders], kernel, compiler=compiler(), spills_of=lambda arch: shipped_spills(name, arch, compiler())
     )
     found: dict[str, Program] = {}
     for problem in dict.fromkeys((*drawn(kernel), *(entry.problem for entry in entries))):

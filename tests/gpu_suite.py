@@ -178,6 +178,10 @@ def run_empty(device: str = "cuda") -> list[Outcome]:
         "layer_norm": (ts.layer_norm, [row, [(2, 0, 96), (96,)]]),
         "glu": (ts.swiglu, [row[:1]]),
         "matmul": (ts.matmul, [((m, k), (k, n)) for m, n, k in ((0, 64, 32), (64, 0, 32), (64, 32, 0))]),
+        "matmul_epilogue": (
+            lambda a, b: ts.matmul(a, b, None, "gelu", b, a @ b),
+            [((m, k), (k, n)) for m, n, k in ((0, 64, 32), (64, 0, 32), (64, 32, 0))],
+        ),
         "grouped_matmul": (lambda a, b: ts.grouped_matmul(a, b, ends), [((0, 64), (3, 64, 32))]),
         "scaled_matmul": (
             lambda a, b: ts.scaled_matmul(a.to(eight), b.to(eight).t(), one, one),

@@ -30,7 +30,7 @@ class Extras:
     bias: Any
     """`[n]`, or `[groups, n]`."""
     residual: Any
-    """Of the shape of C."""
+    """An array of the shape of C."""
     scale: Any
     """`[1]`, float32, by which results are divided before they are rounded to e4m3."""
     TMA_STORE: bool

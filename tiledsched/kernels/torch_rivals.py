@@ -51,7 +51,7 @@ def compiled(function: Function, mode: str = TUNED) -> Function:
     return call
 
 
-def compiled_alone(function: FunctionType) -> Function:
+def compiled_alone(function: Any) -> Function:
     """The function under `torch.compile`, for the shapes of each call, beside whatever else the process has compiled.
 
     It is a copy with code of its own: torch gives up on code that it has compiled for eight problems.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError, UnsupportedError, did_you_mean
+from tiledsched.core.registry import kernel_named
 from tiledsched.kernels.epilogues import ACTIVATIONS, ARRAYS, E4M3
 from tiledsched.ops.front import GRADIENTS, flat_rows, operator, takes_tensors
 
@@ -104,9 +105,9 @@ def _both(other: Tensor, order: str) -> tuple[Tensor, Tensor]:
 @torch.compiler.assume_constant_result
 def _own_kernel(function: Callable[..., Any], arrays: tuple[tuple[int, str], ...]) -> str:
     """The name of the kernel of an author's own epilogue, which takes arrays of so many axes and such types."""
-    from tiledsched.kernels.matmul_epilogue.variants import kernel_of
+    from tiledsched.kernels.own_epilogues import kernel_of
 
-    return kernel_of(function, arrays).name
+    return kernel_of(kernel_named("matmul_epilogue"), function, arrays).name
 
 
 def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:

@@ -100,7 +100,6 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
     }
     cost = EpilogueCost()
     similarity = EpilogueSimilarity()
-    axes = ("m", "n", "k", "activation", "gate", "bias", "residual")
     compiled_rivals = ("torch_compile",)
     rivals = staticmethod(raced)
     inputs = staticmethod(unit_inputs)
@@ -111,9 +110,10 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
         from tiledsched.kernels.matmul.tiles import matmul_partial, pad_a, pad_b
         from tiledsched.kernels.matmul_epilogue import tiles
 
+        kernel: Any = p.declaration
         words = "_padded" if s["PAD"] else "" if s.number("SPLIT_K") > 0 else "_in_shares"
-        made = (tiles.entry_of(f"matmul_epilogue{words}", p.declaration, p.activation, arrays_of(p)), matmul_partial)
-        combine = tiles.entry_of("combine_epilogue", p.declaration, p.activation, arrays_of(p))
+        made = (tiles.entry_of(f"matmul_epilogue{words}", kernel, p.activation, arrays_of(p)), matmul_partial)
+        combine = tiles.entry_of("combine_epilogue", kernel, p.activation, arrays_of(p))
         found = product_launches(p, s, device, *made, combine)
         if not s["PAD"]:
             return found
@@ -127,7 +127,7 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
         return Matmul.flops(p) * products_of(p)
 
     @staticmethod
-    def reference(
+    def reference(  # type: ignore[override]
         xp: Any, A: Any, B: Any, Bias: Any, Gate: Any, Residual: Any, Scale: Any, p: Problem, **arrays: Any
     ) -> Any:
         """The finished sums."""

@@ -1,4 +1,4 @@
-"""An author's own epilogue as a kernel: matrix products with a function in the place of the activation.
+"""An author's own epilogue as a kernel: products with an epilogue that have a function in the place of the activation.
 
 The function is tile code in cuTile's words. What it says, and the values that it takes from around it, are part of the kernel's
 name, as for an author's own attention; the arrays that it reads are run-time arguments.
@@ -17,14 +17,13 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import KernelClass
 from tiledsched.kernels.attention.variants import code_of, evaluated, locator, word_of
-from tiledsched.kernels.matmul_epilogue.declaration import MatmulEpilogue
 
 _known: dict[str, KernelClass] = {}
 
 
-def kernel_of(function: Callable[..., Any], arrays: Sequence[tuple[int, str]]) -> KernelClass:
-    """The kernel of a function and of arrays of so many axes and such types, which is made at first. Functions of equal code have
-    one.
+def kernel_of(product: KernelClass, function: Callable[..., Any], arrays: Sequence[tuple[int, str]]) -> KernelClass:
+    """The kernel of a product, a function, and arrays of so many axes and such types, which is made at first. Functions of equal
+    code have one.
 
     Raises:
         DeclarationError: the function cannot be compiled, or takes another number of arrays.
@@ -36,7 +35,7 @@ def kernel_of(function: Callable[..., Any], arrays: Sequence[tuple[int, str]]) -
         wanted = ", ".join(["acc", "row", "column", *(f"array{place}" for place in range(len(arrays)))])
         raise DeclarationError(f"epilogue must take ({wanted}), and {word_of(function)} does not: {error}") from error
     identity = stable_id([code, [list(each) for each in arrays]], 8)
-    name = f"matmul_{word_of(function)}_{identity}"
+    name = f"{product.space}_{word_of(function)}_{identity}"
     if name not in _known:
         fields: dict[str, Any] = {}
         for place, (rank, dtype) in enumerate(arrays):
@@ -45,9 +44,9 @@ def kernel_of(function: Callable[..., Any], arrays: Sequence[tuple[int, str]]) -
             fields[f"array{place}"] = ts.array(" ".join(sides), dtype=dtype)
         body = {
             "__module__": __name__,
-            "__doc__": f"Matrix products with {word_of(function)} in the place of the activation.",
+            "__doc__": f"{product.__doc__}\n\n    {word_of(function)} is its activation.",
             "name": name,
-            "space": MatmulEpilogue.space,
+            "space": product.space,
             "identity": identity,
             "epilogue": staticmethod(function),
             "own_arrays": tuple(f"array{place}" for place in range(len(arrays))),
@@ -56,7 +55,7 @@ def kernel_of(function: Callable[..., Any], arrays: Sequence[tuple[int, str]]) -
             **fields,
             **{each.__name__: classmethod(each) for each in (apply_own, source_hash, locator)},
         }
-        _known[name] = type(name, (MatmulEpilogue,), body)
+        _known[name] = type(name, (product,), body)
     return _known[name]
 
 
@@ -71,4 +70,4 @@ def apply_own(kernel: Any, xp: Any, sums: Any, arrays: dict[str, Any]) -> Any:
 
 def source_hash(kernel: Any) -> str:
     """Hash of the source of products with epilogues, and of the author's function."""
-    return stable_id([MatmulEpilogue.source_hash(), kernel.identity])
+    return stable_id([kernel.__base__.source_hash(), kernel.identity])
