@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy
 
 import tiledsched.core.fields as ts
+from tiledsched.core.errors import ProblemError, did_you_mean
 from tiledsched.kernels.glu.declaration import erfc
 
 E4M3 = "float8_e4m3fn"
@@ -93,9 +94,13 @@ ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each,
 """The names of the arrays that are read, in the order in which functions take them."""
 
 
-def is_quantised(p: Any) -> bool:
-    """Whether the result is divided by a scale and rounded to 8 bits."""
-    return bool(p.out_dtype == E4M3)
+DERIVED: dict[str, Callable[[Any], bool]] = {
+    "quantised": lambda p: bool(p.out_dtype == E4M3),
+    "whole_rows": lambda p: p.n % 16 == 0,
+}
+"""Whether the result is divided by a scale and rounded to 8 bits, and whether the TMA unit may store it."""
+CONSTRAINTS = {"not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products"}
+"""What every product with an epilogue asks of schedules."""
 
 
 def arrays_of(p: Any) -> tuple[str, ...]:
@@ -104,16 +109,13 @@ def arrays_of(p: Any) -> tuple[str, ...]:
     return tuple(name for name in names if p.declaration.present(name, p))
 
 
-def products_of(p: Any) -> int:
-    """How many products of A there are."""
-    return 1 + bool(p.gate)
-
-
-def unit_inputs(xp: Any, rng: Any, p: Any, rows: str = "m") -> Mapping[str, Any]:
+def unit_inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
     """A such that sums are of the size of 1, where activations are curved, and a scale with which few results are cut."""
-    shape = getattr(p, rows), p.k
     scale = 2.0 ** rng.integers(-7, -4, size=1)
-    return {"A": rng.standard_normal(shape, dtype=numpy.float32) / math.sqrt(p.k), "Scale": scale.astype("float32")}
+    return {
+        "A": rng.standard_normal((p.m, p.k), dtype=numpy.float32) / math.sqrt(p.k),
+        "Scale": scale.astype("float32"),
+    }
 
 
 def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Scale: Any, **own: Any) -> Any:
@@ -150,3 +152,62 @@ def combined(activated: Callable[[Any], Any], sums: Any, gate: Any, bias: Any, r
     sums = sums if bias is None else sums + bias
     sums = activated(sums) if gate is None else activated(gate) * sums
     return sums if residual is None else sums + residual
+
+
+def read_call(
+    input: Any,
+    other: Any,
+    bias: Any,
+    activation: str | None,
+    gate: Any,
+    residual: Any,
+    out_scale: Any,
+    epilogue: Any,
+    arrays: tuple[Any, ...],
+) -> tuple[dict[str, Any], Any, list[Any]]:
+    """The fields of a call's problems, its second operand, and the tensors that its operator takes behind the operands.
+
+    The arguments are those of `tiledsched.matmul`.
+
+    Raises:
+        ProblemError: a word is not known, or arguments exclude each other.
+    """
+    if activation is not None and activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ProblemError(f"activation = {activation!r}; known are {known}{did_you_mean(activation, ACTIVATIONS)}")
+    if epilogue is not None and activation is not None:
+        raise ProblemError("epilogue stands in the place of the activation; give one of them")
+    if arrays and epilogue is None:
+        raise ProblemError("arrays are what an epilogue of yours reads, and there is none; give epilogue, too")
+    if isinstance(gate, str):
+        gate, other = columns_of_both(other, gate)
+    fields = {
+        "activation": activation or "none",
+        "bias": bias is not None,
+        "gate": gate is not None,
+        "residual": residual is not None,
+        "out_dtype": str(input.dtype).removeprefix("torch.") if out_scale is None else E4M3,
+    }
+    scale = None if out_scale is None else out_scale.reshape(-1)
+    return fields, other, [*(each for each in (bias, gate, residual) if each is not None), scale, *arrays]
+
+
+def columns_of_both(other: Any, order: str) -> tuple[Any, Any]:
+    """The gate's columns, and the others, of a tensor `[..., k, 2 * n]` that holds both.
+
+    Raises:
+        ProblemError: the order is not known, or the tensor does not lie so.
+    """
+    if order not in ("halves", "interleaved"):
+        raise ProblemError(f"gate = {order!r}; it is a tensor, 'halves' or 'interleaved'")
+    columns = other.shape[-1]
+    if columns % 2:
+        raise ProblemError(f"with gate = {order!r} other has an even number of columns, got shape {tuple(other.shape)}")
+    if order == "halves":
+        return other[..., : columns // 2], other[..., columns // 2 :]
+    if other.stride(-2) != 1:
+        raise ProblemError(
+            "interleaved columns are those of a column-major matrix, such as weight.t(); lay other out anew, or give its "
+            "columns in halves"
+        )
+    return other[..., ::2], other[..., 1::2]

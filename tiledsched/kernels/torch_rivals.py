@@ -36,35 +36,24 @@ def torch_methods(
     )
 
 
-def compiled(function: Function, mode: str = TUNED) -> Function:
-    """The function under `torch.compile`, for exactly the shapes of the first call."""
-    made: list[Function] = []
+def compiled(function: Any, mode: str = TUNED, *, serves: bool = False) -> Function:
+    """The function under `torch.compile`, for exactly the shapes of the first call.
 
-    def call(*tensors: Any) -> Any:
-        if not made:
-            import torch
-
-            torch.compiler.reset()  # else it gives up on a function that it has compiled for eight problems
-            made.append(torch.compile(function, dynamic=False, mode=mode))
-        return made[0](*tensors)
-
-    return call
-
-
-def compiled_alone(function: Any) -> Function:
-    """The function under `torch.compile`, for the shapes of each call, beside whatever else the process has compiled.
-
-    It is a copy with code of its own: torch gives up on code that it has compiled for eight problems.
+    torch gives up on code that it has compiled for eight problems. So it is made to forget all that it compiled; or, where the
+    function `serves` in a user's process, it compiles a copy with code of its own.
     """
-    code = function.__code__.replace(co_name=f"{function.__name__}_alone")
-    copy = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     made: list[Function] = []
+    if serves:
+        code = function.__code__.replace()
+        function = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
 
     def call(*tensors: Any) -> Any:
         if not made:
             import torch
 
-            made.append(torch.compile(copy, dynamic=False))
+            if not serves:
+                torch.compiler.reset()
+            made.append(torch.compile(function, dynamic=False, mode=mode))
         return made[0](*tensors)
 
     return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,6 +41,22 @@ def _registered(kernel: str, **pinned: Any) -> str:
     """The name under which torch knows the operator of a kernel, which is made first where need be."""
     operator(kernel, **pinned)
     return _word(kernel, pinned)
+
+
+def own_kernel(product: str, function: Callable[..., Any], arrays: Sequence[Tensor]) -> str:
+    """The name of the kernel of a product with an author's own epilogue, which is made where need be.
+
+    Raises:
+        DeclarationError: the function cannot be compiled, or takes another number of arrays.
+    """
+    return _named(product, function, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays]))
+
+
+@torch.compiler.assume_constant_result
+def _named(product: str, function: Callable[..., Any], arrays: tuple[tuple[int, str], ...]) -> str:
+    from tiledsched.kernels.own_epilogues import kernel_of
+
+    return kernel_of(kernel_named(product), function, arrays).name
 
 
 def _word(kernel: str, pinned: dict[str, Any]) -> str:

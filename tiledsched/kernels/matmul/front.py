@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiledsched.core.errors import ProblemError, UnsupportedError, did_you_mean
-from tiledsched.core.registry import kernel_named
-from tiledsched.kernels.epilogues import ACTIVATIONS, ARRAYS, E4M3
-from tiledsched.ops.front import GRADIENTS, flat_rows, operator, takes_tensors
+from tiledsched.core.errors import UnsupportedError
+from tiledsched.kernels.epilogues import ACTIVATIONS, ARRAYS, E4M3, read_call
+from tiledsched.ops.front import GRADIENTS, flat_rows, operator, own_kernel, takes_tensors
 
 
 @takes_tensors
@@ -59,55 +58,12 @@ def matmul(
     if bias is activation is gate is residual is out_scale is epilogue is None:
         out: Tensor = operator("matmul")(flat, other)
         return out if input.ndim == 2 else out.reshape(*input.shape[:-1], other.shape[-1])
-    if activation is not None and activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ProblemError(f"activation = {activation!r}; known are {known}{did_you_mean(activation, ACTIVATIONS)}")
-    if isinstance(gate, str):
-        gate, other = _both(other, gate)
-    kernel = "matmul_epilogue"
-    if epilogue is not None:
-        if activation is not None:
-            raise ProblemError("epilogue stands in the place of the activation; give one of them")
-        kernel = _own_kernel(epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays]))
-    elif arrays:
-        raise ProblemError("arrays are what an epilogue of yours reads, and there is none; give epilogue, too")
-    pinned = {
-        "activation": activation or "none",
-        "bias": bias is not None,
-        "gate": gate is not None,
-        "residual": residual is not None,
-        "out_dtype": str(input.dtype).removeprefix("torch.") if out_scale is None else E4M3,
-    }
     rows = None if residual is None else residual if residual.ndim == 2 else flat_rows(residual)
-    scale = None if out_scale is None else out_scale.reshape(-1)
-    given = [each for each in (bias, gate, rows) if each is not None]
-    out = operator(kernel, **pinned)(flat, other, *given, scale, *arrays)
+    given = bias, activation, gate, rows, out_scale, epilogue, arrays
+    fields, other, more = read_call(flat, other, *given)
+    kernel = "matmul_epilogue" if epilogue is None else own_kernel("matmul_epilogue", epilogue, arrays)
+    out = operator(kernel, **fields)(flat, other, *more)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], other.shape[-1])
-
-
-def _both(other: Tensor, order: str) -> tuple[Tensor, Tensor]:
-    """The gate's columns, and the others, of a matrix that holds both."""
-    if order not in ("halves", "interleaved"):
-        raise ProblemError(f"gate = {order!r}; it is a tensor, 'halves' or 'interleaved'")
-    if other.ndim != 2 or other.shape[1] % 2:
-        raise ProblemError(f"with gate = {order!r} other is [k, 2 * n], got shape {tuple(other.shape)}")
-    if order == "halves":
-        n = other.shape[1] // 2
-        return other[:, :n], other[:, n:]
-    if other.stride(0) != 1:
-        raise ProblemError(
-            "interleaved columns are those of a column-major matrix, such as weight.t(); lay other out anew, or give its "
-            "columns in halves"
-        )
-    return other[:, ::2], other[:, 1::2]
-
-
-@torch.compiler.assume_constant_result
-def _own_kernel(function: Callable[..., Any], arrays: tuple[tuple[int, str], ...]) -> str:
-    """The name of the kernel of an author's own epilogue, which takes arrays of so many axes and such types."""
-    from tiledsched.kernels.own_epilogues import kernel_of
-
-    return kernel_of(kernel_named("matmul_epilogue"), function, arrays).name
 
 
 def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.epilogues import E4M3, Epilogue, arrays_of, exactly, is_quantised, products_of, unit_inputs
+from tiledsched.kernels.epilogues import CONSTRAINTS, DERIVED, E4M3, Epilogue, arrays_of, exactly, unit_inputs
 from tiledsched.kernels.matmul.declaration import PAD_TILE, TOKENS, Matmul, MatmulSimilarity, Values
 from tiledsched.kernels.matmul_epilogue.rivals import raced
 from tiledsched.kernels.product_model import ProductCost
@@ -36,12 +36,8 @@ OTHER_EPILOGUE = 0.1
 
 def plain(p: Any) -> Any:
     """The plain product that takes as long: with as many columns as both products of a gated one have together."""
-    return Matmul.problem(
-        m=p.m, n=p.n * (products_of(p) if "gate" in p.values else 1), **{name: p.values[name] for name in OTHERS}
-    )
-
-
-OTHERS = ("k", "dtype", "a_layout", "b_layout")
+    kept = {name: p.values[name] for name in Matmul.fields}
+    return Matmul.problem(**kept | {"n": p.n * (1 + p.values.get("gate", False))})
 
 
 class EpilogueCost(ProductCost):
@@ -49,7 +45,7 @@ class EpilogueCost(ProductCost):
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """That of the plain product."""
-        return super().model(plain(p), s.replace(TILE_N=s.number("TILE_N") * products_of(p)), facts, spec)
+        return super().model(plain(p), s.replace(TILE_N=s.number("TILE_N") * (1 + p.gate)), facts, spec)
 
 
 class EpilogueSimilarity(MatmulSimilarity):
@@ -77,7 +73,7 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
     """An author's own function in the place of the activation."""
     own_arrays: ClassVar[tuple[str, ...]] = ()
     """The names of the arrays that it takes."""
-    derived = Matmul.derived | {"quantised": is_quantised, "whole_rows": lambda p: p.n % 16 == 0}
+    derived = Matmul.derived | DERIVED
     PaddedGate = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
 
     knobs = Matmul.knobs | {
@@ -85,15 +81,18 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
         "TMA_STORE": ts.knob((False, True), about="whether the TMA unit stores the result", weight=0.4),
     }
     plain = Matmul.plain | {"TMA_STORE": False}
-    constraints = Matmul.constraints | {
-        "not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products",
-        "not TMA_STORE or whole_rows": "the TMA unit stores rows that are whole groups of 16 elements",
-        "not TMA_STORE or SPLIT_K <= 1": "a sum behind shares has tiles of its own",
-        "compute_capability != 90 or not PERSISTENT or (REST_N == 0 and TMA_STORE == (TILE_N < 256))": WAITS,
-        "compute_capability != 90 or not PERSISTENT or TILE_N >= 256 or num_ctas == 1": WAITS,
-        "compute_capability != 90 or not PERSISTENT or gate or not quantised": WAITS,
-        "not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share",
-    }
+    constraints = (
+        Matmul.constraints
+        | CONSTRAINTS
+        | {
+            "not TMA_STORE or whole_rows": "the TMA unit stores rows that are whole groups of 16 elements",
+            "not TMA_STORE or SPLIT_K <= 1": "a sum behind shares has tiles of its own",
+            "compute_capability != 90 or not PERSISTENT or (REST_N == 0 and TMA_STORE == (TILE_N < 256))": WAITS,
+            "compute_capability != 90 or not PERSISTENT or TILE_N >= 256 or num_ctas == 1": WAITS,
+            "compute_capability != 90 or not PERSISTENT or gate or not quantised": WAITS,
+            "not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share",
+        }
+    )
     suites = {
         name: [{"m": m, "n": n, "k": k, "b_layout": "column", **epilogue} for n, k, epilogue in shapes for m in TOKENS]
         for name, shapes in MODELS.items()
@@ -124,7 +123,7 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
     @staticmethod
     def flops(p: Problem) -> float:
         """Those of the products."""
-        return Matmul.flops(p) * products_of(p)
+        return Matmul.flops(p) * (1 + p.gate)
 
     @staticmethod
     def reference(  # type: ignore[override]

@@ -6,8 +6,8 @@ from typing import Any
 
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Numbers, Variants
-from tiledsched.kernels.epilogues import arrays_of, in_torch, is_quantised
-from tiledsched.kernels.torch_rivals import compiled_alone, torch_methods
+from tiledsched.kernels.epilogues import arrays_of, in_torch
+from tiledsched.kernels.torch_rivals import compiled, torch_methods
 
 FUSED = {"none": "addmm", "relu": "_addmm_activation", "gelu_tanh": "_addmm_activation"}
 """Activation -> the function of torch that lets cuBLAS add the bias and apply it."""
@@ -29,7 +29,7 @@ def fused(p: Problem) -> Function | None:
     """cuBLAS with an epilogue of its own; None where torch offers none: it knows a bias, with relu or gelu, or a residual."""
     import torch
 
-    if p.gate or is_quantised(p) or p.bias + p.residual != 1 or p.activation not in FUSED:
+    if p.gate or p.quantised or p.bias + p.residual != 1 or p.activation not in FUSED:
         return None
     if p.residual and p.activation != "none":
         return None
@@ -41,7 +41,11 @@ def raced(p: Problem) -> Variants:
     """What a tune times and what may serve; none for an author's own function, which torch does not have."""
     if p.declaration.epilogue is not None:  # type: ignore[attr-defined]
         return {}
-    found = {"torch": eager(p, {}), "cublas_fused": fused(p), "torch_compile": compiled_alone(eager(p, {}))}
+    found = {
+        "torch": eager(p, {}),
+        "cublas_fused": fused(p),
+        "torch_compile": compiled(eager(p, {}), "default", serves=True),
+    }
     return {name: each for name, each in found.items() if each is not None}
 
 

@@ -3,9 +3,6 @@
 The order of the work tiles, the main loop, the copies of operands that TMA cannot load, and the shares of k are those of
 `kernels.matmul.tiles`, whose own kernels stay as they are. A gate is a second product of the same rows of A, whose sums are held
 beside those of the first, so that a work tile has half as many columns.
-
-A kernel takes the arrays that its problem has, and no others, and an activation or an author's own function is injected into it:
-:func:`entry_of` makes its text.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -17,9 +14,7 @@ import functools
 
 import cuda.tile as ct
 
-from tiledsched.core.sources import compiled
-from tiledsched.kernels import epilogue_tiles
-from tiledsched.kernels.epilogue_tiles import Extras as Extras, finished
+from tiledsched.kernels.epilogue_tiles import Entry, entry_with, finished
 from tiledsched.kernels.matmul.tiles import (
     MatmulConstants as MatmulConstants,
     column_of,
@@ -30,53 +25,29 @@ from tiledsched.kernels.matmul.tiles import (
 )
 from tiledsched.kernels.products import Bool as Bool, Int as Int, elements_of, place_of, sum_of_shares
 
-PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY", "TMA_STORE")
-SHARES = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")
+PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY")
+SUM = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")
+SCHEDULE = "schedule_tiles(A, B, Gate, C, extras, MatmulConstants({}, 1{}))"
 ENTRIES = {
-    "matmul_epilogue": (("A", "B", "Gate"), PRODUCT, "schedule_tiles(A, B, Gate, C, extras, MatmulConstants({}, 1))"),
-    "matmul_epilogue_in_shares": (
-        ("A", "B", "Gate"),
-        (*PRODUCT, "SHARES"),
-        "schedule_tiles(A, B, Gate, C, extras, MatmulConstants({}, 1, SHARES))",
+    "matmul_epilogue": Entry("A B Gate", (*PRODUCT, "TMA_STORE"), SCHEDULE.format(", ".join(PRODUCT), "")),
+    "matmul_epilogue_in_shares": Entry(
+        "A B Gate", (*PRODUCT, "TMA_STORE", "SHARES"), SCHEDULE.format(", ".join(PRODUCT), ", SHARES")
     ),
-    "matmul_epilogue_padded": (
-        ("PaddedA", "PaddedB", "PaddedGate"),
-        PRODUCT,
-        "schedule_tiles(PaddedA, PaddedB, PaddedGate, C, extras, MatmulConstants({}, 1))",
+    "matmul_epilogue_padded": Entry(
+        "PaddedA PaddedB PaddedGate",
+        (*PRODUCT, "TMA_STORE"),
+        SCHEDULE.format(", ".join(PRODUCT), "").replace("A, B, Gate", "PaddedA, PaddedB, PaddedGate"),
     ),
-    "combine_epilogue": (
-        ("Partial",),
-        SHARES,
-        "combine(Partial, C, extras, SPLIT_K, COMBINE_M, COMBINE_N, COMBINE_EVEN)",
-    ),
+    "combine_epilogue": Entry("Partial", SUM, f"combine(Partial, C, extras, {', '.join(SUM)})"),
 }
-"""Kernel -> its operands, its constants, and its call, in which {} stands for the constants of the product."""
-
-BOOLEANS = ("PERSISTENT", "TMA_STORE", "COMBINE_EVEN")
 ROW_ELEMENTS = 16
 """Elements of which rows of C are multiples where the TMA unit stores them."""
 
 
 @functools.lru_cache(maxsize=256)
 def entry_of(name, kernel, activation, present):
-    """A kernel of :data:`ENTRIES` for a declaration, an activation and the arrays of the epilogue that a problem has."""
-    operands, constants, call = ENTRIES[name]
-    missing = [each for each in ("Bias", "Gate", "Residual", "Scale") if each not in present]
-    taken = [each for each in operands if each.removeprefix("Padded") not in missing]
-    taken += [each for each in present if each != "Gate"]
-    own = "".join(f"{each}, " for each in kernel.own_arrays)
-    parameters = [*taken, "C", *(f"{each}: {'Bool' if each in BOOLEANS else 'Int'}" for each in constants)]
-    lines = [f"def {name}({', '.join(parameters)}):", f'    """{kernel.__doc__}"""']
-    lines += [f"    {each} = None" for each in (*missing, *(set(operands) - set(taken)))]
-    lines += ["    TMA_STORE = False"] if "TMA_STORE" not in constants else []
-    lines += [
-        f"    extras = Extras(FUNCTION, ({own}), Bias, Residual, Scale, TMA_STORE)",
-        f"    {call.format(', '.join(PRODUCT[:-1]))}",
-        "",
-    ]
-    function = kernel.epilogue or getattr(epilogue_tiles, activation)
-    file = f"<{name} of {kernel.name} {activation} {' '.join(present)}>"
-    return compiled(file, "\n".join(lines), {**globals(), "FUNCTION": function}, name)
+    """A kernel of :data:`ENTRIES`; see :func:`tiledsched.kernels.epilogue_tiles.entry_with`."""
+    return entry_with(name, ENTRIES[name], kernel, activation, present, globals())
 
 
 def pad_gate(Gate, PaddedGate, PAD_ROWS: Int, PAD_COLUMNS: Int):
