@@ -61,6 +61,13 @@ ATTENTION = {
     "packed": (0, 0, 3),
 }
 LAYOUTS = ("row", "column")
+EPILOGUES: dict[str, tuple[Any, ...]] = {
+    "activation": ("none", "relu", "squared_relu", "silu", "gelu", "gelu_tanh"),
+    "bias": FLAG,
+    "gate": FLAG,
+    "residual": FLAG,
+    "out_dtype": (*HALVES, "float8_e4m3fn"),
+}
 UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
     "attention": ATTENTION | {"lse": FLAG, "page": (0, 0, 64)},
     "attention_backward": ATTENTION | {"deterministic": FLAG, "dlse": FLAG},
@@ -79,11 +86,7 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "dtype": HALVES,
         "a_layout": LAYOUTS,
         "b_layout": LAYOUTS,
-        "activation": ("none", "relu", "squared_relu", "silu", "gelu", "gelu_tanh"),
-        "bias": FLAG,
-        "gate": FLAG,
-        "residual": FLAG,
-        "out_dtype": (*HALVES, "float8_e4m3fn"),
+        **EPILOGUES,
     },
     "scaled_matmul": {
         "m": (1, 17, 129, 1000),
@@ -102,6 +105,15 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "k": (1, 65, 512),
         "dtype": HALVES,
         "b_layout": LAYOUTS,
+    },
+    "grouped_matmul_epilogue": {
+        "tokens": (1, 65, 1000),
+        "experts": (1, 3, 40),
+        "n": (1, 129, 1024),
+        "k": (1, 65, 512),
+        "dtype": HALVES,
+        "b_layout": LAYOUTS,
+        **EPILOGUES,
     },
     "rms_norm": ROWS | {"residual": FLAG},
     "rms_norm_backward": ROWS | {"residual": FLAG, "columns": (1, 33, 768, 1000, 4097, 16400)},

@@ -227,3 +227,34 @@ def test_torchs_rivals_are_the_reference_before_it_is_rounded(p):
         if name != "torch_compile":
             tolerance = 0.07 if p.quantised else 1e-3
             np.testing.assert_allclose(call(*tensors).double().numpy(), wanted, rtol=tolerance, atol=tolerance)
+
+
+EXPERTS, EXPERT_GATES = made(3, 72, 40, seed=5), made(3, 72, 40, seed=6)
+ENDS, EXPERT_BIAS = torch.tensor([4, 4, 18], dtype=torch.int32), made(3, 72, seed=7)
+EXPERT_BOTH = torch.cat((EXPERT_GATES, EXPERTS), 1)
+
+
+@pytest.mark.parametrize("gate", [None, EXPERT_GATES.mT, "halves"], ids=["none", "a tensor", "halves"])
+def test_groups_have_epilogues_too(launches, gate):
+    x, residual = X.flatten(0, 1), RESIDUAL.flatten(0, 1)
+    of = [(x[:4], 0), (x[4:], 2)]
+    right = torch.cat(
+        [
+            exact(
+                rows.double(),
+                *(each[at].double() for each in (EXPERTS, EXPERT_BIAS)),
+                "silu",
+                EXPERT_GATES[at].double() if g else None,
+            )
+            for rows, at in of
+            for g in [gate is not None]
+        ]
+    )
+    b = EXPERT_BOTH if gate == "halves" else EXPERTS
+    found = ts.grouped_matmul(x, b.mT, ENDS, EXPERT_BIAS, "silu", gate, residual)
+    torch.testing.assert_close(found.double(), right + residual.double(), **HALF)
+    if gate is None:
+        found = ts.grouped_matmul(x, b.mT, ENDS, epilogue=functions.halved_by(2.0))
+        torch.testing.assert_close(found, ts.grouped_matmul(x, b.mT, ENDS) * 2, **HALF)
+        eight = ts.grouped_matmul(x, b.mT, ENDS, out_scale=SCALE)
+        assert eight.dtype == torch.float8_e4m3fn

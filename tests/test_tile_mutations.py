@@ -37,6 +37,7 @@ PINNED: dict[str, dict] = {
     "scaled_matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "GROUP_M": 4, "PERSISTENT": False},
     "grouped_matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "GROUP_M": 4, "STORE": "rows"},
 }
+PINNED["grouped_matmul_epilogue"] = PINNED["grouped_matmul"]
 """What the cases of a kernel change of its default schedule."""
 
 
@@ -386,6 +387,12 @@ def cases_of(kernel):
                 partial(right, kernel, knobs, small_scales, m=70, n=144, k=336, scales="tensor", bias=True)
                 for knobs in ({}, {"SPLIT_K": 4})
             ),
+        ],
+        "grouped_matmul_epilogue": [
+            partial(passes, kernel, {"PERSISTENT": True, "SWAP": True}, tokens=210, experts=7, n=150, k=72, **EPILOGUE),
+            partial(passes, kernel, NARROW, tokens=90, experts=5, n=150, k=72, gate=True, activation="silu"),
+            partial(passes, kernel, {"STORE": "view"}, tokens=90, experts=3, n=80, k=72, gate=True, **EPILOGUE),
+            partial(passes, kernel, {}, tokens=90, experts=3, n=75, k=75, gate=True, out_dtype="float8_e4m3fn"),
         ],
         "grouped_matmul": [
             *(
@@ -821,6 +828,24 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             "sum_of_shares(Partial, row, column, 1, EVEN)",
             3,
         ),
+    },
+    "grouped_matmul_epilogue": {
+        "the bias of the first group": (
+            "ct.gather(extras.bias, (group.index, column))",
+            "ct.gather(extras.bias, (0, column))",
+            1,
+        ),
+        "the residual of the first rows": ("load((group.row, work.column))", "load((0, work.column))", 1),
+        "the gate of the first group": ("gates.load((group.index, step, column)", "gates.load((0, step, column)", 2),
+        "the same product twice": ("g = gates.load(", "g = columns.load(", 2),
+        "the gate is not transposed": (
+            "ct.transpose(g), ct.transpose(a), gate",
+            "ct.transpose(b), ct.transpose(a), gate",
+            2,
+        ),
+        "no gate": ("finished(acc, gate, bias", "finished(acc, None, bias", 2),
+        "the product of the gate is not summed": ("ct.mma(a, g, gate)", "ct.mma(a, g, acc)", 4),
+        "persistent blocks skip tiles": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):", 1),
     },
     "softmax_backward": {
         "mean not taken": ("(gradients[j].astype(ct.float32) - mean)", "gradients[j].astype(ct.float32)", 5),

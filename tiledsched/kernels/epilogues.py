@@ -14,6 +14,7 @@ rivals' functions and FLOPs follow from these.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +22,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy
 
 import tiledsched.core.fields as ts
+from tiledsched.core.cost import Cost
+from tiledsched.core.device import ArchSpec
 from tiledsched.core.errors import ProblemError, did_you_mean
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity
 from tiledsched.kernels.glu.declaration import erfc
 
 E4M3 = "float8_e4m3fn"
@@ -85,6 +92,10 @@ class Epilogue:
     Residual = ts.array("m n", when="residual")
     Scale = ts.array("1", dtype="float32", when="quantised")
 
+    epilogue: ClassVar[Callable[..., Any] | None] = None
+    """An author's own function in the place of the activation."""
+    own_arrays: ClassVar[tuple[str, ...]] = ()
+    """The names of the arrays that it takes."""
     requires: ClassVar[Mapping[str, str]] = {
         f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"
     }
@@ -101,6 +112,39 @@ DERIVED: dict[str, Callable[[Any], bool]] = {
 """Whether the result is divided by a scale and rounded to 8 bits, and whether the TMA unit may store it."""
 CONSTRAINTS = {"not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products"}
 """What every product with an epilogue asks of schedules."""
+
+
+OTHER_EPILOGUE = 0.1
+"""The distance between two products that differ in one part of their epilogues."""
+
+
+@functools.lru_cache(maxsize=4096)
+def plain(p: Any) -> Any:
+    """The plain product that takes as long: with as many columns as both products of a gated one have together."""
+    product = kernel_named(p.declaration.space)
+    kept = {name: p.values[name] for name in product.fields}
+    return product.problem(**kept | {"n": p.n * (1 + p.values.get("gate", False))})
+
+
+class EpilogueCost(Cost):
+    """The time of the product, or of both; the class that stands behind it in a declaration's is that of the plain product."""
+
+    def model(self, p: Any, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """That of the plain product."""
+        return super().model(plain(p), s.replace(TILE_N=s.number("TILE_N") * (1 + p.gate)), facts, spec)
+
+
+class EpilogueSimilarity(Similarity):
+    """How products with epilogues compare, with one another and with plain products, whose schedules they take."""
+
+    def kind(self, p: Any) -> tuple[Any, ...]:
+        """That of the plain product."""
+        return super().kind(plain(p))
+
+    def distance(self, p: Any, q: Any) -> float:
+        """That of the plain products; more where epilogues differ."""
+        mine = (each for each in vars(Epilogue) if each in p.values and each in q.values)
+        return super().distance(plain(p), plain(q)) + OTHER_EPILOGUE * sum(p.values[x] != q.values[x] for x in mine)
 
 
 def arrays_of(p: Any) -> tuple[str, ...]:

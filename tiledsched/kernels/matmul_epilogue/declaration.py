@@ -5,16 +5,23 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.epilogues import CONSTRAINTS, DERIVED, E4M3, Epilogue, arrays_of, exactly, unit_inputs
+from tiledsched.kernels.epilogues import (
+    CONSTRAINTS,
+    DERIVED,
+    E4M3,
+    Epilogue,
+    EpilogueCost,
+    EpilogueSimilarity,
+    arrays_of,
+    exactly,
+    unit_inputs,
+)
 from tiledsched.kernels.matmul.declaration import PAD_TILE, TOKENS, Matmul, MatmulSimilarity, Values
 from tiledsched.kernels.matmul_epilogue.rivals import raced
 from tiledsched.kernels.product_model import ProductCost
@@ -30,35 +37,14 @@ MODELS: dict[str, tuple[tuple[int, int, Values], ...]] = {
 }
 """Model -> (n, k, epilogue) of its linear layers, from published configurations (Llama 3.1, Qwen 3 and 2.5, GPT-2)."""
 WAITS = "the compiler (13.5) waits for every single product in such loops over work tiles"
-OTHER_EPILOGUE = 0.1
-"""The distance between two products that differ in one part of their epilogues."""
 
 
-def plain(p: Any) -> Any:
-    """The plain product that takes as long: with as many columns as both products of a gated one have together."""
-    kept = {name: p.values[name] for name in Matmul.fields}
-    return Matmul.problem(**kept | {"n": p.n * (1 + p.values.get("gate", False))})
+class MatmulEpilogueCost(EpilogueCost, ProductCost):
+    """The time of a product, or of two."""
 
 
-class EpilogueCost(ProductCost):
-    """The time of the product, or of both."""
-
-    def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """That of the plain product."""
-        return super().model(plain(p), s.replace(TILE_N=s.number("TILE_N") * (1 + p.gate)), facts, spec)
-
-
-class EpilogueSimilarity(MatmulSimilarity):
-    """How products with epilogues compare, with one another and with plain products, whose schedules they take."""
-
-    def kind(self, p: Any) -> tuple[Any, ...]:
-        """The element type and the layouts."""
-        return p.dtype, p.a_layout, p.b_layout
-
-    def distance(self, p: Any, q: Any) -> float:
-        """That of the plain products; more where epilogues differ."""
-        mine = (each for each in Epilogue.__dict__ if each in p.values and each in q.values)
-        return super().distance(plain(p), plain(q)) + OTHER_EPILOGUE * sum(p.values[x] != q.values[x] for x in mine)
+class MatmulEpilogueSimilarity(EpilogueSimilarity, MatmulSimilarity):
+    """How products with epilogues compare."""
 
 
 class MatmulEpilogue(Epilogue, Matmul, Kernel):
@@ -69,10 +55,6 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
 
     name = "matmul_epilogue"
     space = Matmul.name
-    epilogue: ClassVar[Callable[..., Any] | None] = None
-    """An author's own function in the place of the activation."""
-    own_arrays: ClassVar[tuple[str, ...]] = ()
-    """The names of the arrays that it takes."""
     derived = Matmul.derived | DERIVED
     PaddedGate = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
 
@@ -97,8 +79,8 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
         name: [{"m": m, "n": n, "k": k, "b_layout": "column", **epilogue} for n, k, epilogue in shapes for m in TOKENS]
         for name, shapes in MODELS.items()
     }
-    cost = EpilogueCost()
-    similarity = EpilogueSimilarity()
+    cost = MatmulEpilogueCost()
+    similarity = MatmulEpilogueSimilarity()
     compiled_rivals = ("torch_compile",)
     rivals = staticmethod(raced)
     inputs = staticmethod(unit_inputs)
