@@ -16,7 +16,7 @@ import tiledsched.core.fields as ts
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import KernelClass
-from tiledsched.kernels.attention.variants import code_of, evaluated, locator, word_of
+from tiledsched.kernels.attention.variants import code_of, evaluated, word_of
 
 _known: dict[str, KernelClass] = {}
 
@@ -71,3 +71,14 @@ def apply_own(kernel: Any, xp: Any, sums: Any, arrays: dict[str, Any]) -> Any:
 def source_hash(kernel: Any) -> str:
     """Hash of the source of products with epilogues, and of the author's function."""
     return stable_id([kernel.__base__.source_hash(), kernel.identity])
+
+
+def locator(kernel: Any) -> str:
+    """Where another process finds the kernel.
+
+    Raises:
+        DeclarationError: always, since calls make it.
+    """
+    raise DeclarationError(
+        f"{kernel.name} is made by calls, and has no name in a module; it is served by what won for {kernel.space}: tune that"
+    )
