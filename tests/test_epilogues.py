@@ -21,6 +21,7 @@ from tiledsched.interpreter import evaluate
 from tiledsched.kernels import epilogue_tiles
 from tiledsched.kernels.epilogues import ACTIVATIONS
 from tiledsched.kernels.matmul_epilogue.rivals import raced
+from tiledsched.kernels.own_epilogues import kernel_of
 from tiledsched.ops.front import operator
 from tiledsched.serve.entries import load_table
 
@@ -211,6 +212,24 @@ def test_what_nobody_tuned_takes_the_schedules_of_the_plain_product():
     gated = table.resolve(kernel.problem(**sizes | {"n": 14336, "k": 4096}, gate=True), "sm_90")
     assert gated.entry.problem.n == 28672  # of both halves together
     assert 2 * gated.schedule["TILE_M"] * gated.schedule["TILE_N"] <= 32768 * gated.schedule["num_ctas"]
+
+
+def test_what_nobody_tuned_goes_to_cublas_where_that_is_expected_to_be_faster():
+    """By the times of plain products; torch.compile reads and writes all results once more."""
+    kernel = kernel_named("matmul_epilogue")
+    table = load_table(load_settings(), kernel=kernel, archs={"sm_90"})
+    sizes = {"m": 1024, "n": 4608, "k": 3584, "b_layout": "column"}
+
+    def offers(**more):
+        return {each.name: each.ratio for each in table.resolve(kernel.problem(**sizes, **more), "sm_90").rivals}
+
+    (fused,) = offers(bias=True).items()
+    (compiled,) = offers(bias=True, activation="silu").items()
+    assert (fused[0], compiled[0]) == ("cublas_fused", "torch_compile")
+    assert fused[1] < compiled[1]
+    own = kernel_of(kernel, functions.capped, ())
+    table = load_table(load_settings(), kernel=own, archs={"sm_90"})
+    assert table.resolve(own.problem(**sizes), "sm_90").rivals == ()
 
 
 @pytest.mark.parametrize("p", kernel_named("matmul_epilogue").small(), ids=str)

@@ -141,6 +141,10 @@ class EpilogueSimilarity(Similarity):
         """That of the plain product."""
         return super().kind(plain(p))
 
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Those of the plain product."""
+        return super().timing_features(plain(p))
+
     def distance(self, p: Any, q: Any) -> float:
         """That of the plain products; more where epilogues differ."""
         mine = (each for each in vars(Epilogue) if each in p.values and each in q.values)

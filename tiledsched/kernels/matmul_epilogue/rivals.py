@@ -25,14 +25,18 @@ def eager(p: Problem, numbers: Numbers) -> Function:
     return call
 
 
-def fused(p: Problem) -> Function | None:
-    """cuBLAS with an epilogue of its own; None where torch offers none: it knows a bias, with relu or gelu, or a residual."""
+def is_fused(p: Problem) -> bool:
+    """Whether torch lets cuBLAS do the epilogue: a bias, with relu or gelu by tanh behind it, or a residual."""
+    if p.gate or p.quantised or p.declaration.epilogue is not None:  # type: ignore[attr-defined]
+        return False
+    words = FUSED if p.bias else ("none",)
+    return p.bias + p.residual == 1 and p.activation in words
+
+
+def fused(p: Problem) -> Function:
+    """cuBLAS with an epilogue of its own."""
     import torch
 
-    if p.gate or p.quantised or p.bias + p.residual != 1 or p.activation not in FUSED:
-        return None
-    if p.residual and p.activation != "none":
-        return None
     function, more = getattr(torch, FUSED[p.activation]), {"use_gelu": True} if p.activation == "gelu_tanh" else {}
     return lambda A, B, added: function(added, A, B, **more)
 
@@ -41,12 +45,8 @@ def raced(p: Problem) -> Variants:
     """What a tune times and what may serve; none for an author's own function, which torch does not have."""
     if p.declaration.epilogue is not None:  # type: ignore[attr-defined]
         return {}
-    found = {
-        "torch": eager(p, {}),
-        "cublas_fused": fused(p),
-        "torch_compile": compiled(eager(p, {}), "default", serves=True),
-    }
-    return {name: each for name, each in found.items() if each is not None}
+    found = {"torch": eager(p, {}), "torch_compile": compiled(eager(p, {}), "default", serves=True)}
+    return found | ({"cublas_fused": fused(p)} if is_fused(p) else {})
 
 
 METHODS = torch_methods(eager, "default")
