@@ -147,6 +147,30 @@ def test_one_graph_under_torch_compile(launches, name):
         torch.testing.assert_close(one, two)
 
 
+def test_any_number_of_rows_is_compiled_once_and_empty_products_are_finished(launches):
+    call = lambda x: ts.matmul(x, W.t(), BIAS, "gelu")  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (5, 9, 17):
+        torch.testing.assert_close(compiled(x := made(rows, 40)), call(x))
+    assert ts.matmul(X[:0], W.t(), BIAS).shape == (0, 9, 72)
+    nothing = ts.matmul(X[0, :, :0], W[:, :0].t(), BIAS, "relu")  # no column of A: the epilogue of zeros
+    torch.testing.assert_close(nothing, BIAS.relu().expand(9, 72))
+
+
+def test_a_row_has_the_same_bits_in_every_batch(launches):
+    x = made(70, 40)
+    with ts.batch_invariant():
+        for more in ({"bias": BIAS, "activation": "gelu"}, {"activation": "silu", "gate": GATE.t()}):
+            every = ts.matmul(x, W.t(), **more)
+            for rows in (1, 5, 33):
+                assert torch.equal(ts.matmul(x[:rows], W.t(), **more), every[:rows])
+
+
+def test_operands_may_lie_differently(launches):
+    right = ts.matmul(X, W.t(), None, "silu", GATE.t())
+    torch.testing.assert_close(ts.matmul(X, W.t(), None, "silu", GATE.t().contiguous()), right, rtol=0, atol=0)
+
+
 def test_functions_of_an_author(launches):
     sums = X.double() @ W.double().t()
     found = ts.matmul(X, W.t(), epilogue=functions.capped)

@@ -88,6 +88,7 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
             "compute_capability != 90 or not PERSISTENT or (REST_N == 0 and TMA_STORE == (TILE_N < 256))": WAITS,
             "compute_capability != 90 or not PERSISTENT or TILE_N >= 256 or num_ctas == 1": WAITS,
             "compute_capability != 90 or not PERSISTENT or gate or not quantised": WAITS,
+            "not gate or TILE_K > 32 or shared_memory_bytes <= 166912": "short steps are for little shared memory",
             "not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share",
         }
     )
