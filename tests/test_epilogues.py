@@ -301,3 +301,14 @@ def test_groups_have_epilogues_too(launches, gate):
         torch.testing.assert_close(found, ts.grouped_matmul(x, b.mT, ENDS) * 2, **HALF)
         eight = ts.grouped_matmul(x, b.mT, ENDS, out_scale=SCALE)
         assert eight.dtype == torch.float8_e4m3fn
+
+
+def test_torchs_grouped_product_and_its_operations_are_a_rival():
+    kernel = kernel_named("grouped_matmul_epilogue")
+    sizes = {"tokens": 18, "experts": 3, "n": 72, "k": 40, "b_layout": "column"}
+    p = kernel.problem(**sizes, gate=True, activation="silu", residual=True)
+    given = X.flatten(0, 1), EXPERTS.mT, ENDS, EXPERT_GATES.mT, RESIDUAL.flatten(0, 1)
+    a, b, ends, gate, residual = (each.double().numpy() for each in given)
+    wanted = kernel.reference(np, a, b, ends.astype(int), None, gate, residual, None, p)
+    np.testing.assert_allclose(kernel.rivals(p)["torch"](*given).double().numpy(), wanted, rtol=0.05, atol=0.05)
+    assert not kernel.rivals(kernel.problem(**sizes, bias=True))  # torch's grouped product takes none

@@ -183,16 +183,26 @@ def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Sca
     return sums if Scale is None else xp.clip(sums / Scale, -LARGEST_E4M3, LARGEST_E4M3)
 
 
-def in_torch(p: Any, sums: Any, gate: Any = None, Bias: Any = None, Residual: Any = None, Scale: Any = None) -> Any:
-    """The result of sums, as torch has it: every operation rounds, unless torch.compile fuses it with others. The arguments are
-    those of :func:`exactly`."""
+def in_torch(p: Any, product: Callable[..., Any], operands: int) -> Callable[..., Any]:
+    """The function of a problem's inputs as torch has it: every operation rounds, unless torch.compile fuses it with others.
+
+    Args:
+        p: the problem.
+        product: computes the plain product, of A, B and what else it takes.
+        operands: how many arrays that are; those of the epilogue follow.
+    """
     import torch
 
-    functional = torch.nn.functional
-    sums = combined(lambda x: ACTIVATIONS[p.activation].torch(functional, x), sums, gate, Bias, Residual)
-    if Scale is None:
-        return sums
-    return (sums.float() / Scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+    def call(*tensors: Any) -> Any:
+        (A, B, *more), given = tensors[:operands], dict(zip(arrays_of(p), tensors[operands:], strict=True))
+        gate, scale = product(A, given["Gate"], *more) if p.gate else None, given.get("Scale")
+        activated = functools.partial(ACTIVATIONS[p.activation].torch, torch.nn.functional)
+        out = combined(activated, product(A, B, *more), gate, given.get("Bias"), given.get("Residual"))
+        if scale is None:
+            return out
+        return (out.float() / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+
+    return call
 
 
 def combined(activated: Callable[[Any], Any], sums: Any, gate: Any, bias: Any, residual: Any) -> Any:

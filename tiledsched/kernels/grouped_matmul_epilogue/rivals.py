@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Numbers, Variants
-from tiledsched.kernels.epilogues import arrays_of, in_torch
+from tiledsched.kernels.epilogues import in_torch
 from tiledsched.kernels.product_schedules import row_bytes
 from tiledsched.kernels.torch_rivals import compiled, torch_methods
 
@@ -20,12 +18,7 @@ def eager(p: Problem, numbers: Numbers) -> Function:
     """torch's grouped product, followed by a kernel of torch's for each operation."""
     import torch
 
-    def call(A: Any, B: Any, Offsets: Any, *arrays: Any) -> Any:
-        given = dict(zip(arrays_of(p), arrays, strict=True))
-        gate = torch._grouped_mm(A, given.pop("Gate"), offs=Offsets) if p.gate else None
-        return in_torch(p, torch._grouped_mm(A, B, offs=Offsets), gate, **given)
-
-    return call
+    return in_torch(p, lambda A, B, Offsets: torch._grouped_mm(A, B, offs=Offsets), 3)
 
 
 def raced(p: Problem) -> Variants:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Numbers, Variants
-from tiledsched.kernels.epilogues import arrays_of, in_torch
+from tiledsched.kernels.epilogues import in_torch
 from tiledsched.kernels.torch_rivals import compiled, torch_methods
 
 FUSED = {"none": "addmm", "relu": "_addmm_activation", "gelu_tanh": "_addmm_activation"}
@@ -17,12 +15,7 @@ def eager(p: Problem, numbers: Numbers) -> Function:
     """cuBLAS, followed by a kernel of torch's for each operation."""
     import torch
 
-    def call(A: Any, B: Any, *arrays: Any) -> Any:
-        given = dict(zip(arrays_of(p), arrays, strict=True))
-        gate = torch.mm(A, given.pop("Gate")) if p.gate else None
-        return in_torch(p, torch.mm(A, B), gate, **given)
-
-    return call
+    return in_torch(p, torch.mm, 2)
 
 
 def is_fused(p: Problem) -> bool:
