@@ -33,9 +33,11 @@ PINNED: dict[str, dict] = {
     "rms_norm_backward": {"TILE_ROWS": 1, "loads": "plain", "occupancy": 1, "BLOCKS": 16},
     "softmax_backward": {"TILE_COLUMNS": 1024},
     "matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32, "num_worker_warps": 4, "GROUP_M": 4},
+    "matmul_epilogue": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32, "num_worker_warps": 4, "GROUP_M": 4},
     "scaled_matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "GROUP_M": 4, "PERSISTENT": False},
     "grouped_matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "GROUP_M": 4, "STORE": "rows"},
 }
+PINNED["grouped_matmul_epilogue"] = PINNED["grouped_matmul"]
 """What the cases of a kernel change of its default schedule."""
 
 
@@ -252,6 +254,7 @@ BACKWARD_WALKS: tuple[dict, ...] = (
 )
 """Whole, read ahead, in several tiles, and read twice."""
 NARROW = {"TILE_M": 16, "SWAP": True}
+EPILOGUE = {"bias": True, "residual": True}
 
 
 def cases_of(kernel):
@@ -380,6 +383,21 @@ def cases_of(kernel):
                 )
             ),
         ],
+        "matmul_epilogue": [
+            *(
+                partial(passes, kernel, knobs, m=150, n=150, k=72, **EPILOGUE, activation=activation)
+                for activation, knobs in (
+                    ("relu", {}),
+                    ("squared_relu", {"REST_N": 32}),
+                    ("silu", {"SPLIT_K": 2}),
+                    ("gelu_tanh", {"SPLIT_K": -2}),
+                    ("gelu", {"PAD": True}),
+                )
+            ),
+            partial(passes, kernel, {}, m=150, n=150, k=72, **EPILOGUE, activation="silu", gate=True),
+            partial(passes, kernel, {"PAD": True}, m=150, n=150, k=75, activation="silu", gate=True),
+            partial(passes, kernel, {}, m=70, n=80, k=72, bias=True, out_dtype="float8_e4m3fn"),
+        ],
         "scaled_matmul": [
             *(
                 partial(right, kernel, knobs, m=100, n=144, k=336, bias=True)
@@ -389,6 +407,12 @@ def cases_of(kernel):
                 partial(right, kernel, knobs, small_scales, m=70, n=144, k=336, scales="tensor", bias=True)
                 for knobs in ({}, {"SPLIT_K": 4})
             ),
+        ],
+        "grouped_matmul_epilogue": [
+            partial(passes, kernel, {"PERSISTENT": True, "SWAP": True}, tokens=210, experts=7, n=150, k=72, **EPILOGUE),
+            partial(passes, kernel, NARROW, tokens=90, experts=5, n=150, k=72, gate=True, activation="silu"),
+            partial(passes, kernel, {"STORE": "view"}, tokens=90, experts=3, n=80, k=72, gate=True, **EPILOGUE),
+            partial(passes, kernel, {}, tokens=90, experts=3, n=75, k=75, gate=True, out_dtype="float8_e4m3fn"),
         ],
         "grouped_matmul": [
             *(
@@ -787,6 +811,77 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             10,
         ),
     },
+    "matmul_epilogue": {
+        "no bias": ("acc = acc + bias.astype(ct.float32)", "pass", 1),
+        "no residual": ("acc = acc + residual.astype(ct.float32)", "pass", 1),
+        "the residual before the activation": (
+            "acc = activated(acc,",
+            "acc = activated(acc if residual is None else acc + residual,",
+            1,
+        ),
+        "the sums activated, not the gate": (
+            "activated(gate, row, column, extras) * acc",
+            "activated(acc, row, column, extras) * gate",
+            6,
+        ),
+        "no gate": ("activated(gate, row, column, extras) * acc", "activated(gate, row, column, extras)", 6),
+        "a gate that is added": ("column, extras) * acc", "column, extras) + acc", 6),
+        "multiplied by the scale": (
+            "(1.0 / ct.load(extras.scale, (0,), (1,)).item())",
+            "ct.load(extras.scale, (0,), (1,)).item()",
+            8,
+        ),
+        "relu of others": ("ct.where(acc < 0.0, 0.0, acc)", "ct.where(acc > 0.0, 0.0, acc)", 1),
+        "not squared": ("return acc * acc", "return acc", 2),
+        "logistic": ("return acc * logistic(acc)\n", "return logistic(acc)", 3),
+        "another factor": ("1.5957691216", "0.7978845608", 4),
+        "no cube": ("0.0713548163 * acc * acc", "0.0713548163 * acc", 4),
+        "gelu by tanh is near, and relu is not gelu": ("return exact_gelu(acc)", "return relu(acc, row, column)", 5),
+        "the bias of other columns": ("column = column + work.column * const.REST_N", "pass", 2),
+        "the bias of the first columns": (
+            "bias = ct.gather(extras.bias, column)\n",
+            "bias = ct.gather(extras.bias, column % 64)",
+            1,
+        ),
+        "the residual of the first tile": (".load(place)", ".load((0, 0))", 1),
+        "no second part": ("if const.REST_N and column_of", "if False and column_of", 2),
+        "the gate of the first columns": ("gates.load((step, work.column)", "gates.load((step, 0)", 6),
+        "the same product twice": ("gates.load((step, work.column)", "columns.load((step, work.column)", 6),
+        "the gate is not copied": ("copy_tile(Gate, PaddedGate, PAD_ROWS, PAD_COLUMNS)", "pass", 7),
+        "finished without the residual, behind shares": (
+            "residual = ct.gather(extras.residual, (row, column), check_bounds=not EVEN)",
+            "pass",
+            3,
+        ),
+        "finished without the bias, behind shares": (
+            "bias = ct.gather(extras.bias, column, check_bounds=not EVEN)",
+            "pass",
+            3,
+        ),
+        "the second share is left out": (
+            "sum_of_shares(Partial, row, column, SPLIT_K, EVEN)",
+            "sum_of_shares(Partial, row, column, 1, EVEN)",
+            3,
+        ),
+    },
+    "grouped_matmul_epilogue": {
+        "the bias of the first group": (
+            "ct.gather(extras.bias, (group.index, column))",
+            "ct.gather(extras.bias, (0, column))",
+            1,
+        ),
+        "the residual of the first rows": ("load((group.row, work.column))", "load((0, work.column))", 1),
+        "the gate of the first group": ("gates.load((group.index, step, column)", "gates.load((0, step, column)", 2),
+        "the same product twice": ("g = gates.load(", "g = columns.load(", 2),
+        "the gate is not transposed": (
+            "ct.transpose(g), ct.transpose(a), gate",
+            "ct.transpose(b), ct.transpose(a), gate",
+            2,
+        ),
+        "no gate": ("finished(acc, gate, bias", "finished(acc, None, bias", 2),
+        "the product of the gate is not summed": ("ct.mma(a, g, gate)", "ct.mma(a, g, acc)", 4),
+        "persistent blocks skip tiles": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):", 1),
+    },
     "softmax_backward": {
         "mean not taken": ("(gradients[j].astype(ct.float32) - mean)", "gradients[j].astype(ct.float32)", 5),
         "mean not taken, read twice": ("share * (gradient - mean)", "share * gradient", 3),
@@ -816,7 +911,12 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
     },
 }
 """Kernel -> fault -> what stands in the tile code, what is put in its place, and the case that notices it soonest."""
-SHARED = {"matmul": "products", "scaled_matmul": "products", "grouped_matmul": "products"}
+SHARED = {
+    "matmul": "products",
+    "matmul_epilogue": "epilogue_tiles",
+    "scaled_matmul": "products",
+    "grouped_matmul": "products",
+}
 """Kernel -> the module of tile code that it shares with others, if that is not `rows`."""
 
 

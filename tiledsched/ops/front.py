@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -44,8 +44,24 @@ def _registered(kernel: str, **pinned: Any) -> str:
     return _word(kernel, pinned)
 
 
+def own_kernel(product: str, function: Callable[..., Any], arrays: Sequence[Tensor]) -> str:
+    """The name of the kernel of a product with an author's own epilogue, which is made where need be.
+
+    Raises:
+        DeclarationError: the function cannot be compiled, or takes another number of arrays.
+    """
+    return _named(product, function, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays]))
+
+
+@torch.compiler.assume_constant_result
+def _named(product: str, function: Callable[..., Any], arrays: tuple[tuple[int, str], ...]) -> str:
+    from tiledsched.kernels.own_epilogues import kernel_of
+
+    return kernel_of(kernel_named(product), function, arrays).name
+
+
 def _word(kernel: str, pinned: dict[str, Any]) -> str:
-    return kernel + "".join(f"_{name}" for name, value in pinned.items() if value)
+    return kernel + "".join(f"_{value if isinstance(value, str) else name}" for name, value in pinned.items() if value)
 
 
 def takes_tensors(function: Called) -> Called:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -126,7 +126,14 @@ class TimedProblems:
                     cases=len(near),
                     nearest=problem_from_json(self._rows[near[0]].problem),
                 )
-        return found
+        if not p.declaration.timed_with or OURS not in found:
+            return found
+        lent = p.declaration.cost.lent_times(p).items()
+        return {OURS: found[OURS]} | {
+            name: replace(found[of], us=found[of].us + us, host_us=found[of].host_us + host_us)
+            for name, (of, us, host_us) in lent
+            if of in found
+        }
 
     @staticmethod
     def _nearest(values: np.ndarray, apart: np.ndarray) -> np.ndarray:
@@ -208,11 +215,11 @@ def timed_problems(
         modelled_us: what the model gives for the default schedule of a problem.
         hidden: a problem to leave out, whose times are to be predicted.
     """
-    rows, host_us = _shipped(kernel.name, arch)
+    rows, host_us = _shipped(kernel.timed_with or kernel.name, arch)
     if not rows:
         return None
     spec, found = arch_spec(arch), list(rows)
-    for entry in entries:
+    for entry in entries if not kernel.timed_with else ():
         if entry.layer != "shipped" and entry.arch == arch and _features(entry.problem):
             times = {
                 each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us
