@@ -92,7 +92,7 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "m": (1, 17, 129, 1000),
         "n": (16, 144, 1024),
         "k": (16, 272, 4096),
-        "scales": ("row", "tensor"),
+        "scales": ("row", "tensor", "block"),
         "dtype": ("float8_e4m3fn", "float8_e5m2"),
         "out_dtype": (*HALVES, "float32"),
         "fast_accum": FLAG,

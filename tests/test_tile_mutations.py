@@ -407,6 +407,9 @@ def cases_of(kernel):
                 partial(right, kernel, knobs, small_scales, m=70, n=144, k=336, scales="tensor", bias=True)
                 for knobs in ({}, {"SPLIT_K": 4})
             ),
+            partial(right, kernel, {}, m=100, n=272, k=304, scales="block", bias=True),
+            partial(right, kernel, {"SPLIT_K": 2}, m=70, n=144, k=304, scales="block"),
+            partial(right, kernel, {"REST_N": 32}, m=70, n=272, k=144, bias=True),
         ],
         "grouped_matmul_epilogue": [
             partial(passes, kernel, {"PERSISTENT": True, "SWAP": True}, tokens=210, experts=7, n=150, k=72, **EPILOGUE),
@@ -566,11 +569,11 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
     "scaled_matmul": {
         "a row's scale for every row": ("sums * rows[:, None]", "sums * ct.max(rows)", 3),
         "scales of the first rows": ("ct.load(ScaleA, (work.row,)", "ct.load(ScaleA, (0 * work.row,)", 3),
-        "scales of the first columns": ("ct.load(vector, (work.column,)", "ct.load(vector, (0 * work.column,)", 4),
+        "scales of the first columns": ("view.load((column_of(work", "view.load((0 * column_of(work", 4),
         "one of two scales": ("ct.load(ScaleA, (0,), (1,)).item() * ct.load(ScaleB", "ct.load(ScaleB", 4),
         "bias scaled": (
-            "sums = sums + vector_of(Bias, work, const)",
-            "sums = sums + vector_of(Bias, work, const) * only_scale(ScaleA, ScaleB)",
+            "sums = sums + vector_of(Bias, work, PART, const)",
+            "sums = sums + vector_of(Bias, work, PART, const) * only_scale(ScaleA, ScaleB)",
             4,
         ),
         "bias left out of shares": ("if bias:", "if False:", 5),
@@ -581,11 +584,33 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         ),
         "sum not transposed back": ("ct.transpose(acc) if const.SWAP else acc", "acc", 1),
         "operands exchanged, not transposed": ("ct.mma(ct.transpose(b), ct.transpose(a)", "ct.mma(b, a", 1),
-        "steps rounded down": ("steps = ct.cdiv(A.shape[1], const.TILE_K)", "steps = A.shape[1] // const.TILE_K", 4),
+        "steps rounded down": ("steps = ct.cdiv(A.shape[1], length)", "steps = A.shape[1] // length", 4),
         "shares leave gaps": (
             "steps * (work.share + 1) // const.SPLIT_K",
             "steps // const.SPLIT_K * (work.share + 1)",
             5,
+        ),
+        "scales of the first step": ("ct.load(ScaleA, (step, work.row)", "ct.load(ScaleA, (0 * step, work.row)", 6),
+        "scales of the first block of rows": ("(step, work.row), (1, const", "(step, 0 * work.row), (1, const", 6),
+        "scales of another block of columns": ("work.column * const.TILE_N // BLOCK, step", "work.column, step", 6),
+        "block scales of the first step": ("const.TILE_N // BLOCK, step))", "const.TILE_N // BLOCK, 0 * step))", 6),
+        "steps of one block counted from its end": ("range(step * inner, stop", "range(stop - 1, stop", 6),
+        "sums not begun anew": ("part, stop = zeros(0, const)", "part, stop = sums", 6),
+        "scaled again behind shares": ("elif not BLOCK_SCALES:", "else:", 7),
+        "the last step of two parts alone": (
+            "return sums + ct.mma(a, b, zeros(PART",
+            "return ct.mma(a, b, zeros(PART",
+            8,
+        ),
+        "a second part's columns loaded from the first's": (
+            "more.load((step, second)",
+            "more.load((step, 0 * second)",
+            8,
+        ),
+        "a second part's scales from the first's": (
+            "return work.column * (const.TILE_N",
+            "return 0 * (const.TILE_N",
+            8,
         ),
         "k not padded": (
             "(const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO",
@@ -599,8 +624,8 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         ),
         "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):", 3),
         "sums rounded before they are scaled": (
-            "sums = main_loop(A, B, work, const)\n",
-            "sums = main_loop(A, B, work, const).astype(A.dtype)\n",
+            "sums = sums * only_scale",
+            "sums = sums.astype(ct.float8_e4m3fn) * only_scale",
             4,
         ),
     },
