@@ -115,7 +115,7 @@ class AttentionCost(Cost):
 
     def bytes_moved(self, p: Problem) -> int:
         """Least device-memory traffic in bytes. Keys and values that no row sees are not read."""
-        key_bytes = p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
+        key_bytes = p.kv_heads * (p.head_dim + p.value_columns) * p.key_bytes
         unread = (hidden_keys(p) + padding_keys(p)) * p.sequences * key_bytes
         return super().bytes_moved(p) - int(unread)
 
@@ -295,14 +295,14 @@ def step_cycles(
     if schedule["lazy_rescale"]:
         lost += LAZY_STEP * chains
     if spec.producer_warps and not schedule["tma_loads"]:
-        lost += step_n * (columns_k + columns_v) * problem.element_bytes / COPIED_BYTES_PER_CYCLE
+        lost += step_n * (columns_k + columns_v) * problem.key_bytes / COPIED_BYTES_PER_CYCLE
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
     if spec.producer_warps:
         alone += _waiting(
             alone / (2 * subtiles),
             rows * columns_k * problem.element_bytes,
-            schedule.number("tile_n") * columns_k * problem.element_bytes,
+            schedule.number("tile_n") * columns_k * problem.key_bytes,
             facts,
         )
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)
@@ -436,7 +436,7 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
         in_flight = min(heads, SWIZZLE_PAIRS * -(-slots // (SWIZZLE_PAIRS * pieces)))
     else:
         in_flight = -(-slots // pieces)
-    per_head = problem.mean_keys * (problem.head_dim + problem.value_columns) * problem.element_bytes
+    per_head = problem.mean_keys * (problem.head_dim + problem.value_columns) * problem.key_bytes
     if min(in_flight, heads) / problem.group * per_head <= spec.l2_bytes:
         return float(problem.min_bytes)
     reads = pieces / math.sqrt(max(1.0, slots * problem.group / in_flight))

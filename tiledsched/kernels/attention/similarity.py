@@ -167,7 +167,7 @@ def copies_rows(p: Any) -> bool:
 
     Tiles that just fit the registers otherwise then spill, and compile for minutes.
     """
-    return any(columns * p.element_bytes % ALIGNMENT for columns in (p.head_dim, p.value_columns))
+    return any(columns * p.key_bytes % ALIGNMENT for columns in (p.head_dim, p.value_columns))
 
 
 def skips_keys(p: Any) -> bool:

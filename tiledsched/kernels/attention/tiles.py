@@ -23,6 +23,16 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.eight_bits import (
+    PER_PAGE,
+    Scales,
+    in_float16,
+    joined,
+    own_scale,
+    planes,
+    scales_of_values,
+    with_key_scales,
+)
 from tiledsched.kernels.attention.features import (
     capped,
     narrowed,
@@ -164,6 +174,11 @@ class Constants:
     """Keys of a page; 0 where a sequence's keys lie end to end."""
     PAGE_BY_PAGE: bool = False
     """Whether each page of a tile is looked up by itself."""
+    # Only the kernels of keys and values in 8 bits know the following.
+    KV8: int = 0
+    """Index into KV8_SCALES."""
+    NUMBERS: int = 1
+    """Numbers of 8 bits in an element of K or V."""
     # Only the kernels whose shares a later launch combines know the following.
     KV_SPAN: int = 0
     """Steps of each share of the keys, counted from the sequence's first key; 0 where KV_SPLITS shares are about equal."""
@@ -204,6 +219,8 @@ class Keys:
     """Which keys count, as a `features.Span`; None where all keys do."""
     variant: Any = None
     """What an author's own functions are given, as a `mods.Variant`; None where there are none."""
+    eight: Any = None
+    """The scales of keys and values in 8 bits, as `eight_bits.Scales`; None where they have the type of the queries."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +327,12 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     queries = tuple(load_queries(Q, (entry, head, tile), const) for tile in ct.static_iter(tiles))
     queries = tuple(in_registers(q, scale_log2, const) for q in ct.static_iter(queries))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
+    if const.KV8:
+        acc = tuple(
+            ct.full((const.TILE_M, const.TILE_V // const.NUMBERS), 0.0, dtype=ct.float32)
+            for _ in ct.static_iter(range(const.NUMBERS))
+        )
+        chains = tuple(Chain(acc, chain.row_max, chain.row_sum) for chain in ct.static_iter(chains))
 
     first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
     variant = None
@@ -332,8 +355,16 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     elif const.KV_SPLITS > 1:
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
     odd = place // TOOTH % 2 if const.KV_DIRECTION == WIDE_SAWTOOTH else place % 2
-    keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span, variant)
+    eight = None
+    if const.KV8:
+        eight = Scales(own_scale(features.KScale, kv_head, const), own_scale(features.VScale, kv_head, const))
+        queries = tuple(in_float16(q[0], eight, const) for q in ct.static_iter(queries))
+    keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span, variant, eight)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
+    if const.KV8:
+        chains = tuple(
+            Chain((joined(chain.acc, eight, const),), chain.row_max, chain.row_sum) for chain in ct.static_iter(chains)
+        )
     return WorkTile(batch, head, tiles), chains
 
 
@@ -562,6 +593,19 @@ def products(queries, keys, i, const):
         load_tile(keys.K, keys, i, t, const.TILE_D, const.REST_D, const.LATENCY_K, True, const)
         for t in ct.static_iter(range(const.KV_SUBTILES))
     )
+    if const.KV8:
+        tiles = tuple(planes(words[0], const) for words in ct.static_iter(tiles))
+        return tuple(
+            tuple(
+                capped(
+                    with_key_scales(score(q, tiles[t], const), q, keys, existing_tile(keys, i, t, const), const),
+                    keys,
+                    const,
+                )
+                for t in ct.static_iter(range(const.KV_SUBTILES))
+            )
+            for q in ct.static_iter(queries)
+        )
     return tuple(
         tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles)) for q in ct.static_iter(queries)
     )
@@ -577,6 +621,8 @@ def load_tile(array, keys, i, t, TILE, REST, LATENCY, TRANSPOSED, const):
     parts = ()
     for part in ct.static_iter(range(2 if REST else 1)):
         width, column = part_of(part, TILE, REST)
+        if const.KV8:
+            width = width // const.NUMBERS
         if spans_pages(const):
             found = load_pages(array, (entry, keys.kv_head, column), width, LATENCY, const)
             if TRANSPOSED:
@@ -592,10 +638,15 @@ def load_tile(array, keys, i, t, TILE, REST, LATENCY, TRANSPOSED, const):
     return parts
 
 
+def parts_of(REST, const):
+    """Parts of a row's columns in a product: the bytes of a word, or one or two powers of two."""
+    return const.NUMBERS if const.KV8 else 2 if REST else 1
+
+
 def score(q, k, const):
     """The product q @ k, summed over the parts of their columns, `[TILE_M, TILE_N]`."""
     product = ct.full((const.TILE_M, const.TILE_N), 0.0, dtype=ct.float16 if const.FP16_ACCUM else ct.float32)
-    for part in ct.static_iter(range(2 if const.REST_D else 1)):
+    for part in ct.static_iter(range(parts_of(const.REST_D, const))):
         product = ct.mma(q[part], k[part], product)
     return product
 
@@ -615,6 +666,14 @@ def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
             used_values(values[t], keys, key_tile(keys, i, t, const), const)
             for t in ct.static_iter(range(const.KV_SUBTILES))
         )
+    if const.KV8:
+        values = tuple(planes(words[0], const) for words in ct.static_iter(values))
+    if const.KV8 == PER_PAGE:
+        scales = tuple(
+            scales_of_values(keys, existing_tile(keys, i, t, const), const)
+            for t in ct.static_iter(range(const.KV_SUBTILES))
+        )
+        return tuple(accumulate_scaled(chain, p, values, scales, const) for chain, p in ct.static_iter(halves))
     if const.WEIGHT_MOD:
         halves = tuple(
             (halves[s][0], weighted(halves[s][1], rows[s], keys, i, const))
@@ -688,9 +747,24 @@ def mask(scores, rows, keys, j, MASKED, const):
 def accumulate(chain, p, values, const):
     """The chain with the product of the probabilities and the values added to its accumulator."""
     acc = ()
-    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+    for part in ct.static_iter(range(parts_of(const.REST_V, const))):
         total = chain.acc[part]
         for t in ct.static_iter(range(const.KV_SUBTILES)):
             total = ct.mma(p[t].astype(values[t][part].dtype), values[t][part], total)
+        acc = (*acc, total)
+    return Chain(acc, chain.row_max, chain.row_sum)
+
+
+def accumulate_scaled(chain, p, values, scales, const):
+    """The chain with the product of the probabilities and the values added, where each page of values has a scale.
+
+    `scales` holds, for each key tile, its largest scale and all of its scales divided by that, which float16 holds.
+    """
+    acc = ()
+    for part in ct.static_iter(range(const.NUMBERS)):
+        total = chain.acc[part]
+        for t in ct.static_iter(range(const.KV_SUBTILES)):
+            shares = (p[t] * scales[t][1]).astype(ct.float16)
+            total = total + ct.mma(shares, values[t][part], ct.full(total.shape, 0.0, dtype=ct.float32)) * scales[t][0]
         acc = (*acc, total)
     return Chain(acc, chain.row_max, chain.row_sum)
