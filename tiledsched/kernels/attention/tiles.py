@@ -594,20 +594,25 @@ def products(queries, keys, i, const):
         for t in ct.static_iter(range(const.KV_SUBTILES))
     )
     if const.KV8:
-        tiles = tuple(planes(words[0], const) for words in ct.static_iter(tiles))
-        return tuple(
-            tuple(
-                capped(
-                    with_key_scales(score(q, tiles[t], const), q, keys, existing_tile(keys, i, t, const), const),
-                    keys,
-                    const,
-                )
-                for t in ct.static_iter(range(const.KV_SUBTILES))
-            )
+        scores = products_of_words(queries, tiles, keys, i, const)
+    else:
+        scores = tuple(
+            tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles))
             for q in ct.static_iter(queries)
         )
+    return scores
+
+
+def products_of_words(queries, words, keys, i, const):
+    """The scores of keys in 8 bits, given as words, before masks."""
+    tiles = tuple(planes(each[0], const) for each in ct.static_iter(words))
+    places = tuple(existing_tile(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
     return tuple(
-        tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles)) for q in ct.static_iter(queries)
+        tuple(
+            capped(with_key_scales(score(q, tiles[t], const), q, keys, places[t], const), keys, const)
+            for t in ct.static_iter(range(const.KV_SUBTILES))
+        )
+        for q in ct.static_iter(queries)
     )
 
 
@@ -666,20 +671,16 @@ def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
             used_values(values[t], keys, key_tile(keys, i, t, const), const)
             for t in ct.static_iter(range(const.KV_SUBTILES))
         )
-    if const.KV8:
-        values = tuple(planes(words[0], const) for words in ct.static_iter(values))
-    if const.KV8 == PER_PAGE:
-        scales = tuple(
-            scales_of_values(keys, existing_tile(keys, i, t, const), const)
-            for t in ct.static_iter(range(const.KV_SUBTILES))
-        )
-        return tuple(accumulate_scaled(chain, p, values, scales, const) for chain, p in ct.static_iter(halves))
     if const.WEIGHT_MOD:
         halves = tuple(
             (halves[s][0], weighted(halves[s][1], rows[s], keys, i, const))
             for s in ct.static_iter(range(const.Q_SUBTILES))
         )
-    return tuple(accumulate(chain, p, values, const) for chain, p in ct.static_iter(halves))
+    if const.KV8:
+        found = tuple(accumulate_words(chain, p, values, keys, i, const) for chain, p in ct.static_iter(halves))
+    else:
+        found = tuple(accumulate(chain, p, values, const) for chain, p in ct.static_iter(halves))
+    return found
 
 
 def weighted(p, rows, keys, i, const):
@@ -755,16 +756,26 @@ def accumulate(chain, p, values, const):
     return Chain(acc, chain.row_max, chain.row_sum)
 
 
-def accumulate_scaled(chain, p, values, scales, const):
-    """The chain with the product of the probabilities and the values added, where each page of values has a scale.
+def accumulate_words(chain, p, words, keys, i, const):
+    """The chain with the product of the probabilities and values in 8 bits, given as words, added to its accumulator.
 
-    `scales` holds, for each key tile, its largest scale and all of its scales divided by that, which float16 holds.
+    Where each page of values has a scale, probabilities are multiplied with the scales of a tile divided by the largest of them,
+    which float16 holds, and the product with that one.
     """
-    acc = ()
-    for part in ct.static_iter(range(const.NUMBERS)):
-        total = chain.acc[part]
-        for t in ct.static_iter(range(const.KV_SUBTILES)):
-            shares = (p[t] * scales[t][1]).astype(ct.float16)
-            total = total + ct.mma(shares, values[t][part], ct.full(total.shape, 0.0, dtype=ct.float32)) * scales[t][0]
-        acc = (*acc, total)
-    return Chain(acc, chain.row_max, chain.row_sum)
+    values = tuple(planes(each[0], const) for each in ct.static_iter(words))
+    if const.KV8 == PER_PAGE:
+        scales = tuple(
+            scales_of_values(keys, existing_tile(keys, i, t, const), const)
+            for t in ct.static_iter(range(const.KV_SUBTILES))
+        )
+        acc = ()
+        for part in ct.static_iter(range(const.NUMBERS)):
+            total = chain.acc[part]
+            for t in ct.static_iter(range(const.KV_SUBTILES)):
+                shares, empty = (p[t] * scales[t][1]).astype(ct.float16), ct.full(total.shape, 0.0, dtype=ct.float32)
+                total = total + ct.mma(shares, values[t][part], empty) * scales[t][0]
+            acc = (*acc, total)
+        chain = Chain(acc, chain.row_max, chain.row_sum)
+    else:
+        chain = accumulate(chain, p, values, const)
+    return chain
