@@ -48,7 +48,7 @@ def problems(batch: int, heads: int, page: int) -> tuple[Problem, Problem]:
 def tried(problem: Problem, arch: str, served: Schedule, few: bool) -> list[Schedule]:
     """What is served, and schedules that may be faster; with `few`, of one number of shares."""
     space, found = space_for(arch, Attention), [served]
-    tiles = ((16, 128, 2), (16, 128, 3), (16, 64, 3)) if problem.kv8 else ((64, 64, 1), (16, 128, 2))
+    tiles = ((16, 128, 1), (16, 128, 2), (16, 64, 3)) if problem.kv8 else ((64, 64, 1), (16, 128, 2))
     lookups = ("scalar", "gather") if 0 < problem.page < 64 else ("gather",)
     shares = SHARES.get(problem.batch, (1,))
     shares = shares[-2:-1] or shares if few else shares

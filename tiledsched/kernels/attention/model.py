@@ -102,6 +102,10 @@ TILES_IN_FLIGHT = 4
 """Key and value tiles in shared memory, where they fit: what most programs on the H200 hold."""
 
 # Chosen, not fitted.
+CONVERTED = 0.03
+"""Cycles of an SM for a number of 8 bits of keys and values: a shift, a permutation of bytes and a conversion for every two."""
+TRANSPOSED = 0.25
+"""Cycles more for a number of values where products of 64 rows read it from shared memory, to which it is written alone."""
 COMBINE_US = 5.0
 """Microseconds of a second launch that combines shares, from the H200's times with and without one."""
 LAST_BLOCK_US = 12.0
@@ -296,6 +300,9 @@ def step_cycles(
         lost += LAZY_STEP * chains
     if spec.producer_warps and not schedule["tma_loads"]:
         lost += step_n * (columns_k + columns_v) * problem.key_bytes / COPIED_BYTES_PER_CYCLE
+    if problem.kv8:
+        lost += step_n * (columns_k + columns_v) * CONVERTED
+        lost += step_n * columns_v * TRANSPOSED if tile_m >= WARPGROUP_ROWS else 0.0
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
     if spec.producer_warps:
