@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from docs.studies.batch_invariance import FLUSHED_BYTES, write
@@ -78,7 +79,7 @@ def build(of: Sequence[tuple[Problem, Schedule]], device: Any, most_s: float) ->
     from tiledsched.serve import process
     from tiledsched.serve.prebuilt import make_kernel
 
-    ends, tasks = time.monotonic() + most_s, {}
+    ends, tasks = time.monotonic() + most_s, dict[Any, BuildTask]()
     for problem, schedule in of:
         objects = make_kernel(Attention, schedule, problem, process.settings(), device)
         paths = tuple(each.declared()[1] for each in objects)
@@ -107,13 +108,13 @@ def calls_of(batch: int, heads: int, page: int, device: str = "cuda") -> tuple[A
     from tiledsched.ops.plans import AttentionCall
 
     make = torch.Generator(device=device).manual_seed(batch * heads)
-    kind = {"device": device, "dtype": torch.bfloat16}
-    q = torch.randn(batch, heads, 1, WIDTH, generator=make, **kind)  # type: ignore[call-overload]
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    q = torch.randn(batch, heads, 1, WIDTH, generator=make, **kind)
     shape = (batch * KEYS // page, page, KV_HEADS, WIDTH) if page else (batch, KV_HEADS, KEYS, WIDTH)
-    k, v = (torch.randn(shape, generator=make, **kind) for _ in range(2))  # type: ignore[call-overload]
+    k, v = (torch.randn(shape, generator=make, **kind) for _ in range(2))
     k, v = (each.transpose(1, 2) if page else each for each in (k, v))
     scale = torch.full((KV_HEADS,), 6.0 / LARGEST, device=device)
-    narrow = [(each / scale[0].item()).to(torch.float8_e4m3fn) for each in (k, v)]
+    k8, v8 = ((each / scale[0].item()).to(torch.float8_e4m3fn) for each in (k, v))
     places = {}
     if page:
         table = torch.randperm(batch * KEYS // page, generator=make, device=device).to(torch.int32)
@@ -121,7 +122,7 @@ def calls_of(batch: int, heads: int, page: int, device: str = "cuda") -> tuple[A
         places = {"block_table": table.view(batch, -1), "key_lengths": lengths}
     wide = AttentionFeatures(**places) if page else NO_FEATURES
     eight = AttentionFeatures(**places, k_scale=scale, v_scale=scale)
-    return AttentionCall(q, *narrow, None, None, False, eight), AttentionCall(q, k, v, None, None, False, wide)
+    return AttentionCall(q, k8, v8, None, None, False, eight), AttentionCall(q, k, v, None, None, False, wide)
 
 
 def torch_calls(call: Any) -> dict[str, Callable[[], Any]]:
@@ -191,7 +192,7 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
                 except TiledschedError as error:
                     print(f"{cell} {schedule.short()}: {error}", file=sys.stderr)
                     continue
-                calls[name] = lambda call=call, plan=plan: call.launch(plan, keep_zeros=True)
+                calls[name] = partial(call.launch, plan, keep_zeros=True)
         calls |= torch_calls(made["16"]) if not cell[2] else {}
         us = medians(calls, rounds)
         best = {bits: min((n for n in us if n.startswith(f"{bits}:")), key=us.__getitem__) for bits in made}
@@ -202,7 +203,7 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
                 if name in us:
                     apart = float((right[name] - base).norm() / base.norm())
                     print(f"{cell} {name} {us[name]:.1f} us {apart:.1e} {schedule.short()}", flush=True)
-        row = {"batch": cell[0], "heads": cell[1], "page": cell[2]}
+        row: dict[str, Any] = {"batch": cell[0], "heads": cell[1], "page": cell[2]}
         row |= {f"best_{bits}_us": round(us[best[bits]], 2) for bits in made}
         row |= {f"served_{bits}_us": round(us.get(f"{bits}:0", math.nan), 2) for bits in made}
         row |= {each: round(us[each], 2) if each in us else "" for each in ("cudnn", "flash")}

@@ -204,7 +204,7 @@ def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, 
     if k_scale is None and v_scale is None:
         return {}
     kv_heads = k.shape[-3] if k.ndim > 2 else 1
-    sizes = {(pages,): (pages, 1), (pages, 1): (pages, 1)} if pages else {}
+    sizes: dict[Any, tuple[int, ...]] = {(pages,): (pages, 1), (pages, 1): (pages, 1)} if pages else {}
     sizes |= {(kv_heads,): (kv_heads,), (): (1,), (1,): (1,)}
     found: dict[str, Any] = {}
     for name, each in (("k_scale", k_scale), ("v_scale", v_scale)):

@@ -83,7 +83,7 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
 
 def eight_bit_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
     """Random keys and values of about the normal distribution in 8 bits, and scales that differ by a factor of ten."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, columns in (("K", p.head_dim), ("V", p.value_columns)):
         scales = (10.0 ** (rng.random(p.kv_scales, dtype=numpy.float32) - 2.0)).astype(numpy.float32)
         numbers = rng.standard_normal((p.key_entries, p.kv_heads, p.key_rows, columns), dtype=numpy.float32)
