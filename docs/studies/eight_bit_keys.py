@@ -215,6 +215,66 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
         torch.cuda.empty_cache()
 
 
+SPREADS = {"alike": 1.0, "heads 1000 to 1": 1e3, "heads 100000 to 1": 1e5}
+"""Inputs -> how much larger the numbers of the first key head are than those of the last."""
+
+
+def errors() -> Iterator[dict[str, Any]]:
+    """A row for each kind of inputs: relative errors of rows that decode over 512 normal keys of 128 columns, by the
+    kernels in the interpreter against float64 over keys that nothing rounded; the worst of the heads.
+
+    `of 16 bits` is of bfloat16 keys, `of tensor` and so on of keys in 8 bits with such scales, and `of the kernel` of the latter
+    against float64 over the same keys in 8 bits.
+    """
+    import ml_dtypes
+    import numpy
+
+    from tiledsched.interpreter import run_schedule
+    from tiledsched.kernels.attention.inputs import in_eight_bits, in_pages
+    from tiledsched.kernels.attention.reference import attention_and_lse, scaled_numbers
+
+    rng, bfloat16 = numpy.random.default_rng(0), numpy.dtype(ml_dtypes.bfloat16)
+    make = {"seq_q": 1, "seq_k": 512, "head_dim": WIDTH, "heads": 16, "kv_heads": 4, "batch": 2, "dtype": "bfloat16"}
+    pages = {"page": 16, "lengths": True}
+    places = {
+        "Table": rng.permutation(64).reshape(2, 32).astype(numpy.int32),
+        "Lengths": numpy.full(2, 512, numpy.int32),
+    }
+    q = rng.standard_normal((2, 16, 1, WIDTH)).astype(bfloat16)
+    for name, ratio in SPREADS.items():
+        sizes = numpy.geomspace(1.0, 1.0 / ratio, 4)[:, None, None]
+        k = rng.standard_normal((2, 4, 512, WIDTH)) * (1.0 if ratio == 1.0 else sizes)
+        v = rng.standard_normal((2, 4, 512, WIDTH)) * sizes
+        q_of = q if ratio == 1.0 else (q / numpy.repeat(sizes, 4, axis=0)).astype(bfloat16)
+
+        def exact(p: Problem, keys: Any, values: Any, queries: Any = q_of) -> Any:
+            paged = {"table": places["Table"], "lengths": places["Lengths"]} if p.page else {}
+            mask: dict[str, Any] = {"causal": False, "scale": WIDTH**-0.5}
+            return attention_and_lse(numpy, queries.astype("float64"), keys, values, **mask, **paged)[0]
+
+        def error(found: Any, wanted: Any) -> float:
+            apart = numpy.linalg.norm(found.astype("float64") - wanted, axis=(2, 3))
+            return float((apart / numpy.linalg.norm(wanted, axis=(2, 3))).max())
+
+        row: dict[str, Any] = {"inputs": name}
+        for kv8 in ("", "tensor", "head", "page"):
+            p = Attention.problem(**make, kv8=kv8, **(pages if kv8 == "page" else {}))
+            own = [in_pages(numpy, each, places["Table"], 16) if p.page else each for each in (k, v)]
+            given = {"Q": q_of} | (places if p.page else {})
+            if kv8:
+                (words, k_scale), (more, v_scale) = (in_eight_bits(numpy, each, p) for each in own)
+                given |= {"K": words, "V": more, "KScale": k_scale, "VScale": v_scale}
+            else:
+                given |= dict(zip("KV", (each.astype(bfloat16) for each in own), strict=True))
+            changed = space_for("sm_90", Attention).default(p).replace(tile_m=16, pack_gqa=True)
+            found = run_schedule(Attention, p, changed, given)["Out"]
+            row[f"of {kv8 or '16 bits'}"] = f"{error(found, exact(p, *own)):.1e}"
+            if kv8:
+                narrow = [scaled_numbers(numpy, given[n], given[f"{n}Scale"], p, "float64") for n in "KV"]
+                row["of the kernel"] = f"{error(found, exact(p, *narrow)):.1e}"
+        yield row
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a part of the study."""
     parser = parser_with(
@@ -231,6 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options = parser.parse_args(arguments)
+    if options.part == "errors":
+        for row in errors():
+            print(" ".join(f"{name}={value}" for name, value in row.items()))
+        return 0
     cells = list(itertools.product(options.batches, options.heads, map(int, options.pages)))
     rows = []
     for row in times(cells, options.few, options.rounds, options.most_seconds):
