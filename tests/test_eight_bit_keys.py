@@ -73,9 +73,9 @@ FAULTS = {
         "scales_of_pages(keys.eight.keys",
         "pages in a tile",
     ),
-    "pages not told apart": ("found / largest", "found / found", "pages in a tile"),
-    "the largest scale left out": ("* scales[t][0]", "", "a tile in a page"),
-    "scales of the first tile": ("scales[t][1]", "scales[0][1]", "two tiles of pages"),
+    "pages not told apart": ("each / largest", "each / each", "pages in a tile"),
+    "the largest scale left out": ("added[n] * largest", "added[n]", "a tile in a page"),
+    "scales of the first tile": ("p[t] * factors[t]", "p[t] * factors[0]", "two tiles of pages"),
     "every page's scale for each key": (
         "ct.broadcast_to(found.reshape((shape[0], 1)), shape)",
         "ct.broadcast_to(found.reshape((1, shape[0])), (shape[1], shape[0]))",

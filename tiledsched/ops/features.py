@@ -16,6 +16,8 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.options import ARRAYS, FeatureArguments
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.ops.arguments import check_array
+from tiledsched.serve import process
+from tiledsched.serve.execute import is_traced
 
 
 class AttentionFeatures(FeatureArguments):
@@ -152,8 +154,7 @@ def read_features(
     Raises:
         ProblemError: one has a value that is not allowed, or does not fit q and k.
     """
-    given = (window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale)
-    if all(each is None for each in given):
+    if all(each is None for each in (window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale)):
         return alignment, NO_FEATURES
     right = 0
     if isinstance(window, (tuple, list)):
@@ -207,12 +208,10 @@ def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, 
     sizes: dict[Any, tuple[int, ...]] = {(pages,): (pages, 1), (pages, 1): (pages, 1)} if pages else {}
     sizes |= {(kv_heads,): (kv_heads,), (): (1,), (1,): (1,)}
     found: dict[str, Any] = {}
+    # What a captured graph writes is not there before its first replay.
+    make = _number if is_traced() or process.runtime.is_capturing() else _kept_number
     for name, each in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if isinstance(each, (int, float)) and not isinstance(each, bool):
-            capturing = (
-                k.is_cuda and torch.cuda.is_current_stream_capturing()
-            )  # what a graph writes is not there before
-            each = (_number.__wrapped__ if capturing or is_fake(k) else _number)(float(each), k.device)
+        each = make(float(each), k.device) if type(each) in (int, float) else each
         shape = tuple(each.shape) if isinstance(each, torch.Tensor) else None
         if shape not in sizes or not each.is_floating_point() or each.device != k.device:
             got = f"{each.dtype} {shape} on {each.device}" if shape is not None else repr(each)
@@ -229,17 +228,19 @@ def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, 
     return found
 
 
-@functools.lru_cache(256)
 def _number(value: float, device: Any) -> Any:
-    """A tensor of one number. Those of a model are few, and each takes a launch to make."""
+    """A tensor of one number."""
     return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
-def in_words(each: Any, numbers: int) -> Any:
+_kept_number = functools.lru_cache(256)(_number)
+"""Those of a model are few, and each takes a launch to make."""
+
+
+def in_words(each: Any, numbers: int, kind: str) -> Any:
     """A tensor of 8-bit numbers as the kernel takes it, as words of `numbers`. One whose rows are no whole words is copied."""
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[numbers]
     whole = each.stride(-1) == 1 and not any(step % numbers for step in (*each.stride()[:-1], each.storage_offset()))
-    return (each if whole else each.contiguous()).view(kind)
+    return (each if whole else each.contiguous()).view(getattr(torch, kind))
 
 
 def _two_sides(window: Any, alignment: str | None) -> tuple[int | None, str | None, int]:

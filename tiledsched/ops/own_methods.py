@@ -159,8 +159,7 @@ def attention_call(arrays: Arrays) -> Any:
     features, scales = NO_FEATURES, {}
     if p.kv8:
         k, v = (each.view(arrays.torch.float8_e4m3fn) for each in (k, v))
-        shape = (-1, 1) if p.kv8 == "page" else (-1,)
-        scales = {"k_scale": given["KScale"].view(shape), "v_scale": given["VScale"].view(shape)}
+        scales = {f"{n}_scale": given[f"{n.upper()}Scale"].view(*(-1, 1)[: 1 + (p.kv8 == "page")]) for n in "kv"}
     if p.has_features or p.is_varlen:
         features = AttentionFeatures(
             window=p.window,

@@ -83,10 +83,7 @@ class AttentionCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Any, ...]:
         """What a launch takes: q, k, v and the features' tensors."""
-        features = self.features
-        if features is NO_FEATURES:
-            return self.q, self.k, self.v
-        return (*as_read(self.q, self.k, self.v, features), *features.feature_arrays(self.q).values())
+        return (*as_read(*self[:3], self.features), *self.features.feature_arrays(self.q).values())
 
     def problem(self) -> Problem:
         """The problem that the tensors pose.
@@ -228,8 +225,8 @@ def as_read(q: Any, k: Any, v: Any, features: AttentionFeatures) -> tuple[Any, A
     """q, k and v as the kernel takes them: keys and values in 8 bits in words."""
     if features.k_scale is None:
         return q, k, v
-    numbers, _ = words_of(k.shape[3], v.shape[3])
-    return q, in_words(k, numbers), in_words(v, numbers)
+    words = words_of(k.shape[3], v.shape[3])
+    return q, in_words(k, *words), in_words(v, *words)
 
 
 def _place(offsets: Any) -> tuple[Any, ...]:

@@ -164,8 +164,8 @@ class Attention(Kernel):
         """The kernel of a problem and schedule; kernels differ in their arrays only."""
         from tiledsched.kernels.attention import entries
 
-        kind = "attention_varlen" if p.is_varlen else "attention_features" if p.has_features else "attention"
-        kind = "attention_kv8" if p.kv8 else kind
+        kind = "attention_features" if p.has_features else "attention"
+        kind = "attention_kv8" if p.kv8 else "attention_varlen" if p.is_varlen else kind
         kind += "_share" if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found

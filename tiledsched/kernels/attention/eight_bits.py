@@ -26,7 +26,7 @@ PER_HEAD, PER_PAGE = 2, 3
 LEAST_POWER, LARGEST_POWER = -100.0, 126.0
 """Of two, that queries are divided by: so that it and its inverse are normal numbers of float32."""
 SMALLEST_SCALE = 1e-30
-"""Stands for a tile's largest scale where that is smaller, so that none is divided by zero."""
+"""Stands for a step's largest scale where that is smaller, so that none is divided by zero."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,16 @@ class Scales:
 
 def own_scale(scales, kv_head, const):
     """The scale of a key head, or the whole array where each page has its own."""
-    if const.KV8 == PER_PAGE:
-        return scales
-    return ct.gather(scales, (kv_head if const.KV8 == PER_HEAD else 0,), check_bounds=False)
+    place = kv_head if const.KV8 == PER_HEAD else 0
+    return scales if const.KV8 == PER_PAGE else ct.gather(scales, (place,), check_bounds=False)
 
 
 def planes(words, const):
     """The numbers of the words of a tile, as NUMBERS tiles of float16."""
-    found = ()
-    for place in ct.static_iter(range(const.NUMBERS)):
-        byte = (words >> (8 * place)).astype(ct.uint8)
-        found = (*found, ct.bitcast(byte, ct.float8_e4m3fn).astype(ct.float16))
-    return found
+    return tuple(
+        ct.bitcast((words >> (8 * place)).astype(ct.uint8), ct.float8_e4m3fn).astype(ct.float16)
+        for place in ct.static_iter(range(const.NUMBERS))
+    )
 
 
 def in_float16(q, scales, const):
@@ -61,10 +59,8 @@ def in_float16(q, scales, const):
     power = ct.floor(ct.log2(ct.max(ct.abs(q), axis=-1, keepdims=True)))
     power = ct.minimum(ct.maximum(power, LEAST_POWER), LARGEST_POWER)
     q = (q * ct.exp2(-power)).astype(ct.float16).reshape((const.TILE_M, const.TILE_D // const.NUMBERS, const.NUMBERS))
-    found = ()
-    for place in ct.static_iter(range(const.NUMBERS)):
-        plane = ct.extract(q, (0, 0, place), (const.TILE_M, const.TILE_D // const.NUMBERS, 1))
-        found = (*found, plane.reshape((const.TILE_M, const.TILE_D // const.NUMBERS)))
+    block, plane = (const.TILE_M, const.TILE_D // const.NUMBERS, 1), (const.TILE_M, const.TILE_D // const.NUMBERS)
+    found = tuple(ct.extract(q, (0, 0, place), block).reshape(plane) for place in ct.static_iter(range(const.NUMBERS)))
     factor = ct.exp2(power)
     return (*found, factor if const.KV8 == PER_PAGE else factor * scales.keys)
 
@@ -75,11 +71,13 @@ def with_key_scales(scores, q, keys, j, const):
     return scores * scales_of_pages(keys.eight.keys, keys, j, const) if const.KV8 == PER_PAGE else scores
 
 
-def scales_of_values(keys, j, const):
-    """(the largest scale of values of key tile `j`, the scales of all of them `[1, TILE_N]` divided by it)."""
-    found = scales_of_pages(keys.eight.values, keys, j, const)
-    largest = ct.maximum(ct.max(found, axis=-1, keepdims=True), SMALLEST_SCALE)
-    return largest, found / largest
+def scales_of_values(keys, places, const):
+    """(the scales of the values of each key tile `[1, TILE_N]`, divided by the largest of them; and that one)."""
+    found = tuple(scales_of_pages(keys.eight.values, keys, j, const) for j in ct.static_iter(places))
+    largest = ct.full((1, 1), SMALLEST_SCALE, dtype=ct.float32)
+    for each in ct.static_iter(found):
+        largest = ct.maximum(largest, ct.max(each, axis=-1, keepdims=True))
+    return tuple(each / largest for each in ct.static_iter(found)), largest
 
 
 def scales_of_pages(scales, keys, j, const):

@@ -21,6 +21,7 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.storage import LARGEST, to_storage
 from tiledsched.kernels.attention.options import EIGHT_BITS
 from tiledsched.kernels.attention.problem import padding_below
+from tiledsched.kernels.attention.reference import by_row
 
 KINDS = ("borders", "negative", "rising", "falling", "peaked", "large", "cancelling", "uniform")
 """In the order in which they are given to the heads; with few heads, the first are the ones that find most."""
@@ -36,7 +37,7 @@ LARGE_VALUES = 2.0**14
 LARGEST_VALUE = 60000.0
 CANCELLING_SUM = 2048.0
 SMALLEST_KV_SCALE = 1e-20
-"""Of keys and values in 8 bits, where all of a part are 0."""
+"""Stands for the largest of a part of keys or values in 8 bits, where all of them are 0."""
 LARGEST_SINK = 4.0
 TILE_SIZES = (16, 32, 64, 128, 256)
 SHORT = (1, 0, 17, 64, 5, 33)
@@ -94,14 +95,9 @@ def eight_bit_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
 def in_eight_bits(xp: Any, numbers: Any, p: Problem) -> tuple[Any, Any]:
     """Keys or values as words of four numbers in 8 bits, and the scales that let the largest number of each part just fit."""
     axes = {"tensor": (0, 1, 2, 3), "head": (0, 2, 3), "page": (1, 2, 3)}[p.kv8]
-    scales = xp.nan_to_num(xp.abs(numbers)).max(axis=axes).reshape(-1) / LARGEST[EIGHT_BITS]
-    scales = xp.maximum(scales, SMALLEST_KV_SCALE).astype(numpy.float32)
+    largest = xp.maximum(xp.nan_to_num(xp.abs(numbers)).max(axis=axes).reshape(-1), SMALLEST_KV_SCALE)
+    scales = (largest / LARGEST[EIGHT_BITS]).astype(numpy.float32)
     return in_words(xp, numbers / by_row(scales, p), p), scales
-
-
-def by_row(scales: Any, p: Problem) -> Any:
-    """Scales as an array that numbers `[entries, kv_heads, rows, columns]` are multiplied with."""
-    return scales.reshape((-1, 1, 1, 1) if p.kv8 == "page" else (1, -1, 1, 1))
 
 
 def in_words(xp: Any, numbers: Any, p: Problem) -> Any:

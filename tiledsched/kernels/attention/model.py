@@ -301,8 +301,7 @@ def step_cycles(
     if spec.producer_warps and not schedule["tma_loads"]:
         lost += step_n * (columns_k + columns_v) * problem.key_bytes / COPIED_BYTES_PER_CYCLE
     if problem.kv8:
-        lost += step_n * (columns_k + columns_v) * CONVERTED
-        lost += step_n * columns_v * TRANSPOSED if tile_m >= WARPGROUP_ROWS else 0.0
+        lost += step_n * ((columns_k + columns_v) * CONVERTED + columns_v * TRANSPOSED * (tile_m >= WARPGROUP_ROWS))
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
     if spec.producer_warps:

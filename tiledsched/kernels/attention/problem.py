@@ -121,12 +121,11 @@ def _check_words(values: dict[str, Value]) -> None:
     """Raise ProblemError if keys and values in 8 bits do not come in words, or have scales for pages that there are not."""
     if values["kv8"] == "page" and not values["page"]:
         raise ProblemError("kv8 = 'page' needs keys in pages; give page, or use kv8 = 'head' or 'tensor'")
-    head_dim = int(values["head_dim"])  # type: ignore[arg-type]
-    value_columns = int(values["value_dim"] or head_dim)  # type: ignore[arg-type]
-    numbers, _ = words_of(head_dim, value_columns)
-    if head_dim % numbers or value_columns % numbers:
+    columns = [int(values[name] or values["head_dim"]) for name in ("head_dim", "value_dim")]  # type: ignore[arg-type]
+    numbers, _ = words_of(*columns)
+    if any(each % numbers for each in columns):
         raise ProblemError(
-            f"rows of keys and values in 8 bits are whole words of {numbers} numbers, got {head_dim} and {value_columns} "
+            f"rows of keys and values in 8 bits are whole words of {numbers} numbers, got {columns[0]} and {columns[1]} "
             f"columns; pad them with zeros to a multiple of {numbers}"
         )
 

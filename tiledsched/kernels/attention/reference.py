@@ -125,9 +125,12 @@ def attention_and_lse(
 
 def scaled_numbers(xp: Any, words: Any, scales: Any, p: Any, dtype: str) -> Any:
     """Keys or values `[entries, kv_heads, rows, columns]` in `dtype`, of the words that hold them in 8 bits and their scales."""
-    numbers = to_float(xp, words.view("uint8"), EIGHT_BITS, dtype)
-    sizes = (-1, 1, 1, 1) if p.kv8 == "page" else (1, -1, 1, 1)
-    return numbers * scales.astype(dtype).reshape(sizes)
+    return to_float(xp, words.view("uint8"), EIGHT_BITS, dtype) * by_row(scales.astype(dtype), p)
+
+
+def by_row(scales: Any, p: Any) -> Any:
+    """Scales as an array that numbers `[entries, kv_heads, rows, columns]` are multiplied with."""
+    return scales.reshape((-1, 1, 1, 1) if p.kv8 == "page" else (1, -1, 1, 1))
 
 
 def masked_scores(

@@ -327,12 +327,6 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     queries = tuple(load_queries(Q, (entry, head, tile), const) for tile in ct.static_iter(tiles))
     queries = tuple(in_registers(q, scale_log2, const) for q in ct.static_iter(queries))
     chains = tuple(fresh_chain(const) for _ in ct.static_iter(range(const.Q_SUBTILES)))
-    if const.KV8:
-        acc = tuple(
-            ct.full((const.TILE_M, const.TILE_V // const.NUMBERS), 0.0, dtype=ct.float32)
-            for _ in ct.static_iter(range(const.NUMBERS))
-        )
-        chains = tuple(Chain(acc, chain.row_max, chain.row_sum) for chain in ct.static_iter(chains))
 
     first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
     variant = None
@@ -359,6 +353,11 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     if const.KV8:
         eight = Scales(own_scale(features.KScale, kv_head, const), own_scale(features.VScale, kv_head, const))
         queries = tuple(in_float16(q[0], eight, const) for q in ct.static_iter(queries))
+        acc = tuple(
+            ct.full((const.TILE_M, const.TILE_V // const.NUMBERS), 0.0, dtype=ct.float32)
+            for _ in ct.static_iter(range(const.NUMBERS))
+        )
+        chains = tuple(Chain(acc, chain.row_max, chain.row_sum) for chain in ct.static_iter(chains))
     keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span, variant, eight)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
     if const.KV8:
@@ -606,10 +605,13 @@ def products(queries, keys, i, const):
 def products_of_words(queries, words, keys, i, const):
     """The scores of keys in 8 bits, given as words, before masks."""
     tiles = tuple(planes(each[0], const) for each in ct.static_iter(words))
-    places = tuple(existing_tile(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
     return tuple(
         tuple(
-            capped(with_key_scales(score(q, tiles[t], const), q, keys, places[t], const), keys, const)
+            capped(
+                with_key_scales(score(q, tiles[t], const), q, keys, existing_tile(keys, i, t, const), const),
+                keys,
+                const,
+            )
             for t in ct.static_iter(range(const.KV_SUBTILES))
         )
         for q in ct.static_iter(queries)
@@ -759,22 +761,17 @@ def accumulate(chain, p, values, const):
 def accumulate_words(chain, p, words, keys, i, const):
     """The chain with the product of the probabilities and values in 8 bits, given as words, added to its accumulator.
 
-    Where each page of values has a scale, probabilities are multiplied with the scales of a tile divided by the largest of them,
+    Where each page of values has a scale, probabilities are multiplied with the scales of a step divided by the largest of them,
     which float16 holds, and the product with that one.
     """
     values = tuple(planes(each[0], const) for each in ct.static_iter(words))
     if const.KV8 == PER_PAGE:
-        scales = tuple(
-            scales_of_values(keys, existing_tile(keys, i, t, const), const)
-            for t in ct.static_iter(range(const.KV_SUBTILES))
-        )
-        acc = ()
-        for part in ct.static_iter(range(const.NUMBERS)):
-            total = chain.acc[part]
-            for t in ct.static_iter(range(const.KV_SUBTILES)):
-                shares, empty = (p[t] * scales[t][1]).astype(ct.float16), ct.full(total.shape, 0.0, dtype=ct.float32)
-                total = total + ct.mma(shares, values[t][part], empty) * scales[t][0]
-            acc = (*acc, total)
+        places = tuple(existing_tile(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
+        factors, largest = scales_of_values(keys, places, const)
+        shares = tuple(p[t] * factors[t] for t in ct.static_iter(range(const.KV_SUBTILES)))
+        empty = tuple(ct.full(part.shape, 0.0, dtype=ct.float32) for part in ct.static_iter(chain.acc))
+        added = accumulate(Chain(empty, chain.row_max, chain.row_sum), shares, values, const).acc
+        acc = tuple(chain.acc[n] + added[n] * largest for n in ct.static_iter(range(const.NUMBERS)))
         chain = Chain(acc, chain.row_max, chain.row_sum)
     else:
         chain = accumulate(chain, p, values, const)
