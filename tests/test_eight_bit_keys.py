@@ -61,7 +61,8 @@ FAULTS = {
     "the scale of each head as one": ("kv_head if const.KV8 == PER_HEAD else 0", "kv_head", "two tiles a step"),
     "queries not brought back": ("factor = ct.exp2(power)", "factor = 1.0", "shares"),
     "planes of one byte": ("words >> (8 * place)", "words >> 8", "shares"),
-    "queries of one plane": ("ct.extract(q, (0, 0, place)", "ct.extract(q, (0, 0, 0)", "shares"),
+    "the first half of each word": ("words >> (16 * place)", "words", "wide heads"),
+    "queries of one plane": ("ct.extract(q, (0, 0, place, 0)", "ct.extract(q, (0, 0, 0, 0)", "wide heads"),
     "columns exchanged": ("(columns[0], columns[1])", "(columns[1], columns[0])", "wide heads"),
     "no scale of pages of keys": (
         "scores * scales_of_pages(keys.eight.keys, keys, j, const)",

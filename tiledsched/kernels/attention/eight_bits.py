@@ -4,9 +4,10 @@ A number stands for itself times a scale: one for all keys, one for each key hea
 of 8 bits; queries are divided by a power of two for each row, which leaves them as they are where that makes none smaller than
 2**-24 of the row's largest. So the products lose nothing that those of the queries' own type would not.
 
-Elements of K and V are words of NUMBERS numbers, four where rows are wide. The bytes of words are parted: each of the *planes* of
-a tile holds every fourth column, and so do planes of the queries, and as many accumulators. The compiler (13.5 on sm_90) reads
-words from shared memory whole, and tiles of 8-bit numbers one by one or two at a time.
+Elements of K and V are words of NUMBERS numbers, four where rows are wide, because the compiler (13.5 on sm_90) reads words from
+shared memory whole, and tiles of 8-bit numbers one by one or two at a time. So a tile is divided into *planes*. Those of keys
+hold the halves of the words, and so do planes of the queries. Those of values hold a number of each word, and so do as many
+accumulators.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -45,7 +46,25 @@ def own_scale(scales, kv_head, const):
     return scales if const.KV8 == PER_PAGE else ct.gather(scales, (place,), check_bounds=False)
 
 
-def planes(words, const):
+def key_planes(const):
+    """Planes of a tile of keys: its words' halves of two numbers, which are neighbours in a product's operand, too."""
+    return max(1, const.NUMBERS // 2)
+
+
+def planes_of_keys(words, const):
+    """The halves of the words of a tile `[TILE_N, words]` as tiles of float16, `[columns, TILE_N]` each."""
+    half = ct.int16 if const.NUMBERS > 1 else ct.int8
+    shape = (const.TILE_N, const.TILE_D // key_planes(const))
+    halves = tuple((words >> (16 * place)).astype(half) for place in ct.static_iter(range(key_planes(const))))
+    return tuple(
+        ct.permute(
+            ct.unpack_from_bytes(ct.pack_to_bytes(each), ct.float8_e4m3fn).reshape(shape).astype(ct.float16), (1, 0)
+        )
+        for each in ct.static_iter(halves)
+    )
+
+
+def planes_of_values(words, const):
     """The numbers of the words of a tile, as NUMBERS tiles of float16."""
     return tuple(
         ct.bitcast((words >> (8 * place)).astype(ct.uint8), ct.float8_e4m3fn).astype(ct.float16)
@@ -58,16 +77,21 @@ def in_float16(q, scales, const):
     q = q.astype(ct.float32)
     power = ct.floor(ct.log2(ct.max(ct.abs(q), axis=-1, keepdims=True)))
     power = ct.minimum(ct.maximum(power, LEAST_POWER), LARGEST_POWER)
-    q = (q * ct.exp2(-power)).astype(ct.float16).reshape((const.TILE_M, const.TILE_D // const.NUMBERS, const.NUMBERS))
-    block, plane = (const.TILE_M, const.TILE_D // const.NUMBERS, 1), (const.TILE_M, const.TILE_D // const.NUMBERS)
-    found = tuple(ct.extract(q, (0, 0, place), block).reshape(plane) for place in ct.static_iter(range(const.NUMBERS)))
+    count, words = key_planes(const), const.TILE_D // const.NUMBERS
+    q = (q * ct.exp2(-power)).astype(ct.float16).reshape((const.TILE_M, words, count, const.NUMBERS // count))
+    found = tuple(
+        ct.extract(q, (0, 0, place, 0), (const.TILE_M, words, 1, const.NUMBERS // count)).reshape(
+            (const.TILE_M, const.TILE_D // count)
+        )
+        for place in ct.static_iter(range(count))
+    )
     factor = ct.exp2(power)
     return (*found, factor if const.KV8 == PER_PAGE else factor * scales.keys)
 
 
 def with_key_scales(scores, q, keys, j, const):
     """The scores of key tile `j`, multiplied with the scales of its keys and the power of two of each row of queries."""
-    scores = scores * q[const.NUMBERS]
+    scores = scores * q[key_planes(const)]
     return scores * scales_of_pages(keys.eight.keys, keys, j, const) if const.KV8 == PER_PAGE else scores
 
 

@@ -28,8 +28,10 @@ from tiledsched.kernels.attention.eight_bits import (
     Scales,
     in_float16,
     joined,
+    key_planes,
     own_scale,
-    planes,
+    planes_of_keys,
+    planes_of_values,
     scales_of_values,
     with_key_scales,
 )
@@ -589,7 +591,7 @@ def existing_tile(keys, i, t, const):
 def products(queries, keys, i, const):
     """Scores of the `i`-th step, before masks and, unless they are capped, before the scale: `[query tile][key tile]`."""
     tiles = tuple(
-        load_tile(keys.K, keys, i, t, const.TILE_D, const.REST_D, const.LATENCY_K, True, const)
+        load_tile(keys.K, keys, i, t, const.TILE_D, const.REST_D, const.LATENCY_K, not const.KV8, const)
         for t in ct.static_iter(range(const.KV_SUBTILES))
     )
     if const.KV8:
@@ -604,7 +606,7 @@ def products(queries, keys, i, const):
 
 def products_of_words(queries, words, keys, i, const):
     """The scores of keys in 8 bits, given as words, before masks."""
-    tiles = tuple(planes(each[0], const) for each in ct.static_iter(words))
+    tiles = tuple(planes_of_keys(each[0], const) for each in ct.static_iter(words))
     return tuple(
         tuple(
             capped(
@@ -645,15 +647,10 @@ def load_tile(array, keys, i, t, TILE, REST, LATENCY, TRANSPOSED, const):
     return parts
 
 
-def parts_of(REST, const):
-    """Parts of a row's columns in a product: the bytes of a word, or one or two powers of two."""
-    return const.NUMBERS if const.KV8 else 2 if REST else 1
-
-
 def score(q, k, const):
     """The product q @ k, summed over the parts of their columns, `[TILE_M, TILE_N]`."""
     product = ct.full((const.TILE_M, const.TILE_N), 0.0, dtype=ct.float16 if const.FP16_ACCUM else ct.float32)
-    for part in ct.static_iter(range(parts_of(const.REST_D, const))):
+    for part in ct.static_iter(range(key_planes(const) if const.KV8 else 2 if const.REST_D else 1)):
         product = ct.mma(q[part], k[part], product)
     return product
 
@@ -750,7 +747,7 @@ def mask(scores, rows, keys, j, MASKED, const):
 def accumulate(chain, p, values, const):
     """The chain with the product of the probabilities and the values added to its accumulator."""
     acc = ()
-    for part in ct.static_iter(range(parts_of(const.REST_V, const))):
+    for part in ct.static_iter(range(const.NUMBERS if const.KV8 else 2 if const.REST_V else 1)):
         total = chain.acc[part]
         for t in ct.static_iter(range(const.KV_SUBTILES)):
             total = ct.mma(p[t].astype(values[t][part].dtype), values[t][part], total)
@@ -764,7 +761,7 @@ def accumulate_words(chain, p, words, keys, i, const):
     Where each page of values has a scale, probabilities are multiplied with the scales of a step divided by the largest of them,
     which float16 holds, and the product with that one.
     """
-    values = tuple(planes(each[0], const) for each in ct.static_iter(words))
+    values = tuple(planes_of_values(each[0], const) for each in ct.static_iter(words))
     if const.KV8 == PER_PAGE:
         places = tuple(existing_tile(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
         factors, largest = scales_of_values(keys, places, const)
