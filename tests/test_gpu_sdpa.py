@@ -433,9 +433,9 @@ def test_pages_in_eight_bits(serve, page, dim) -> None:
         scales.append(of)
     want = torch.zeros(5, 8, 1, 128, dtype=torch.float64, device="cuda")
     for sequence, length in enumerate(lengths.tolist()):
-        own = [each[sequence : sequence + 1, :, :length] for each in dense]
+        keys, values = (each[sequence : sequence + 1, :, :length] for each in dense)
         if length:
-            want[sequence] = math_attention(q[sequence : sequence + 1].double(), *own, False)[0]
+            want[sequence] = math_attention(q[sequence : sequence + 1].double(), keys, values, False)[0]
     call = partial(sdpa_paged, q.transpose(1, 2), *pools, table, lengths, k_scale=scales[0], v_scale=scales[1])
     for out in (call(), replayed(call)):
         torch.testing.assert_close(out.transpose(1, 2).double(), want, atol=1.6e-2, rtol=1.6e-2)

@@ -30,11 +30,11 @@ from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 
 KEYS, WIDTH, KV_HEADS = 8192, 128, 8
-BATCHES, HEADS, PAGES = (1, 4, 16, 64, 128), (32, 64), (0, 16, 128)
+BATCHES, HEADS, PAGES = (16, 64, 1, 128, 4), (32, 64), (0, 16)
 ROUNDS = 25
 LARGEST = 448.0
 """The largest number in 8 bits."""
-SHARES = {1: (16, 32, 64), 4: (4, 8, 16), 16: (1, 2, 4), 64: (1, 2), 128: (1, 2)}
+SHARES = {1: (32, 64), 4: (8, 16), 16: (1, 2), 64: (1,), 128: (1,)}
 """Batch -> shares of the keys that are tried."""
 
 
@@ -47,13 +47,14 @@ def problems(batch: int, heads: int, page: int) -> tuple[Problem, Problem]:
 
 
 def tried(problem: Problem, arch: str, served: Schedule, few: bool) -> list[Schedule]:
-    """What is served, and schedules that may be faster; with `few`, of one number of shares."""
+    """What is served, and schedules that may be faster; with `few`, of two sizes of tiles."""
     space, found = space_for(arch, Attention), [served]
-    tiles = ((16, 128, 1), (16, 128, 2), (16, 64, 3)) if problem.kv8 else ((64, 64, 1), (16, 128, 2))
-    lookups = ("scalar", "gather") if 0 < problem.page < 64 else ("gather",)
+    tiles = ((16, 128, 2), (16, 64, 3), (16, 128, 3)) if problem.kv8 else ((64, 64, 1), (64, 128, 2))
+    tiles = tiles[:2] if few else tiles
     shares = SHARES.get(problem.batch, (1,))
-    shares = shares[-2:-1] or shares if few else shares
-    for (rows, keys, blocks), share, lookup in itertools.product(tiles, shares, lookups):
+    for (rows, keys, blocks), share, ahead in itertools.product(tiles, shares, (False, True)):
+        if ahead and (problem.page or share > 1 or not problem.kv8):
+            continue
         changed = space.default(problem).replace(
             tile_m=rows,
             tile_n=keys,
@@ -62,8 +63,9 @@ def tried(problem: Problem, arch: str, served: Schedule, few: bool) -> list[Sche
             num_worker_warps=4,
             kv_splits=share,
             kv_combine="launch" if share > 1 else "last_block",
-            page_lookup=lookup,
+            page_lookup="scalar" if 0 < problem.page < keys else "gather",
             loop_split=bool(problem.page),
+            qk_ahead=ahead,
         )
         found.append(changed)
     return list(dict.fromkeys(found))
@@ -248,7 +250,7 @@ def errors() -> Iterator[dict[str, Any]]:
         q_of = q if ratio == 1.0 else (q / numpy.repeat(sizes, 4, axis=0)).astype(bfloat16)
 
         def exact(p: Problem, keys: Any, values: Any, queries: Any = q_of) -> Any:
-            paged = {"table": places["Table"], "lengths": places["Lengths"]} if p.page else {}
+            paged: dict[str, Any] = {"table": places["Table"], "lengths": places["Lengths"]} if p.page else {}
             mask: dict[str, Any] = {"causal": False, "scale": WIDTH**-0.5}
             return attention_and_lse(numpy, queries.astype("float64"), keys, values, **mask, **paged)[0]
 
@@ -295,7 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in errors():
             print(" ".join(f"{name}={value}" for name, value in row.items()))
         return 0
-    cells = list(itertools.product(options.batches, options.heads, map(int, options.pages)))
+    cells = [
+        (batch, heads, page)
+        for page, heads, batch in itertools.product(map(int, options.pages), options.heads, options.batches)
+    ]
     rows = []
     for row in times(cells, options.few, options.rounds, options.most_seconds):
         rows.append(row)

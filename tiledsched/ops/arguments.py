@@ -128,8 +128,10 @@ def check_tensors(q: Any, k: Any, v: Any, *, eight_bits: bool = False) -> None:
             "scales out"
         )
     if not eight_bits and (k.dtype != q.dtype or v.dtype != q.dtype):
-        more = f"; k and v of {EIGHT_BIT_DTYPE} need k_scale and v_scale" if k.dtype == EIGHT_BIT_DTYPE else ""
-        raise ProblemError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}{more}")
+        raise ProblemError(
+            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+            + f"; k and v of {EIGHT_BIT_DTYPE} need k_scale and v_scale" * (k.dtype == EIGHT_BIT_DTYPE)
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ProblemError(f"q and k must agree in head_dim (the last axis), got {_shape(q)} and {_shape(k)}")
     if k.shape[-2] != v.shape[-2]:

@@ -59,9 +59,8 @@ class AttentionFeatures(FeatureArguments):
     @property
     def kv8(self) -> str:
         """What keys and values in 8 bits have a scale for, as the problem names it; empty where they have q's dtype."""
-        if self.k_scale is None:
-            return ""
-        return "page" if self.k_scale.ndim == 2 else "tensor" if self.k_scale.shape[0] == 1 else "head"
+        shape = () if self.k_scale is None else self.k_scale.shape
+        return {0: "", 1: "head", 2: "page"}[len(shape)] if shape != (1,) else "tensor"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -205,8 +204,12 @@ def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, 
     if k_scale is None and v_scale is None:
         return {}
     kv_heads = k.shape[-3] if k.ndim > 2 else 1
-    sizes: dict[Any, tuple[int, ...]] = {(pages,): (pages, 1), (pages, 1): (pages, 1)} if pages else {}
-    sizes |= {(kv_heads,): (kv_heads,), (): (1,), (1,): (1,)}
+    sizes: dict[Any, tuple[int, ...]] = {
+        **({(pages,): (pages, 1), (pages, 1): (pages, 1)} if pages else {}),
+        (kv_heads,): (kv_heads,),
+        (): (1,),
+        (1,): (1,),
+    }
     found: dict[str, Any] = {}
     # What a captured graph writes is not there before its first replay.
     make = _number if is_traced() or process.runtime.is_capturing() else _kept_number
@@ -239,8 +242,8 @@ _kept_number = functools.lru_cache(256)(_number)
 
 def in_words(each: Any, numbers: int, kind: str) -> Any:
     """A tensor of 8-bit numbers as the kernel takes it, as words of `numbers`. One whose rows are no whole words is copied."""
-    whole = each.stride(-1) == 1 and not any(step % numbers for step in (*each.stride()[:-1], each.storage_offset()))
-    return (each if whole else each.contiguous()).view(getattr(torch, kind))
+    split = each.stride(-1) != 1 or any(step % numbers for step in (*each.stride()[:-1], each.storage_offset()))
+    return (each.contiguous() if split else each).view(getattr(torch, kind))
 
 
 def _two_sides(window: Any, alignment: str | None) -> tuple[int | None, str | None, int]:

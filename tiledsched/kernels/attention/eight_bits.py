@@ -26,8 +26,6 @@ PER_HEAD, PER_PAGE = 2, 3
 """Indices into KV8_SCALES."""
 LEAST_POWER, LARGEST_POWER = -100.0, 126.0
 """Of two, that queries are divided by: so that it and its inverse are normal numbers of float32."""
-SMALLEST_SCALE = 1e-30
-"""Stands for a step's largest scale where that is smaller, so that none is divided by zero."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,11 @@ class Scales:
 
 def own_scale(scales, kv_head, const):
     """The scale of a key head, or the whole array where each page has its own."""
-    place = kv_head if const.KV8 == PER_HEAD else 0
-    return scales if const.KV8 == PER_PAGE else ct.gather(scales, (place,), check_bounds=False)
+    return (
+        scales
+        if const.KV8 == PER_PAGE
+        else ct.gather(scales, (kv_head if const.KV8 == PER_HEAD else 0,), check_bounds=False)
+    )
 
 
 def key_planes(const):
@@ -53,13 +54,13 @@ def key_planes(const):
 
 def planes_of_keys(words, const):
     """The halves of the words of a tile `[TILE_N, words]` as tiles of float16, `[columns, TILE_N]` each."""
-    half = ct.int16 if const.NUMBERS > 1 else ct.int8
     shape = (const.TILE_N, const.TILE_D // key_planes(const))
-    halves = tuple((words >> (16 * place)).astype(half) for place in ct.static_iter(range(key_planes(const))))
+    halves = tuple(
+        ct.pack_to_bytes((words >> (16 * place)).astype(ct.int16 if const.NUMBERS > 1 else ct.int8))
+        for place in ct.static_iter(range(key_planes(const)))
+    )
     return tuple(
-        ct.permute(
-            ct.unpack_from_bytes(ct.pack_to_bytes(each), ct.float8_e4m3fn).reshape(shape).astype(ct.float16), (1, 0)
-        )
+        ct.permute(ct.unpack_from_bytes(each, ct.float8_e4m3fn).reshape(shape).astype(ct.float16), (1, 0))
         for each in ct.static_iter(halves)
     )
 
@@ -98,7 +99,7 @@ def with_key_scales(scores, q, keys, j, const):
 def scales_of_values(keys, places, const):
     """(the scales of the values of each key tile `[1, TILE_N]`, divided by the largest of them; and that one)."""
     found = tuple(scales_of_pages(keys.eight.values, keys, j, const) for j in ct.static_iter(places))
-    largest = ct.full((1, 1), SMALLEST_SCALE, dtype=ct.float32)
+    largest = ct.full((1, 1), 1e-30, dtype=ct.float32)  # at least, so that none is divided by zero
     for each in ct.static_iter(found):
         largest = ct.maximum(largest, ct.max(each, axis=-1, keepdims=True))
     return tuple(each / largest for each in ct.static_iter(found)), largest

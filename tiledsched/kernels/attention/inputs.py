@@ -94,8 +94,8 @@ def eight_bit_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
 
 def in_eight_bits(xp: Any, numbers: Any, p: Problem) -> tuple[Any, Any]:
     """Keys or values as words of four numbers in 8 bits, and the scales that let the largest number of each part just fit."""
-    axes = {"tensor": (0, 1, 2, 3), "head": (0, 2, 3), "page": (1, 2, 3)}[p.kv8]
-    largest = xp.maximum(xp.nan_to_num(xp.abs(numbers)).max(axis=axes).reshape(-1), SMALLEST_KV_SCALE)
+    others = {"tensor": (0, 1, 2, 3), "head": (0, 2, 3), "page": (1, 2, 3)}[p.kv8]
+    largest = xp.maximum(xp.nan_to_num(xp.abs(numbers)).max(axis=others).reshape(-1), SMALLEST_KV_SCALE)
     scales = (largest / LARGEST[EIGHT_BITS]).astype(numpy.float32)
     return in_words(xp, numbers / by_row(scales, p), p), scales
 

@@ -129,7 +129,14 @@ class AttentionSimilarity(Similarity):
         """
         if q.kv8 and not p.kv8 and q.mean_rows <= FEW_ROWS:
             return tuple(
-                s.replace(tile_m=NARROW_ROWS, tile_n=keys, occupancy=blocks, num_worker_warps=4)
+                s.replace(
+                    tile_m=NARROW_ROWS,
+                    tile_n=keys,
+                    occupancy=blocks,
+                    num_worker_warps=4,
+                    loop_split=bool(q.page),
+                    page_lookup="scalar" if q.page in (16, 32) else "gather",
+                )
                 for keys, blocks in NARROW_TILES
             )
         masked = any(skips_keys(each) or each.spanned for each in (p, q))

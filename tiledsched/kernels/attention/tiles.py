@@ -355,11 +355,17 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     if const.KV8:
         eight = Scales(own_scale(features.KScale, kv_head, const), own_scale(features.VScale, kv_head, const))
         queries = tuple(in_float16(q[0], eight, const) for q in ct.static_iter(queries))
-        acc = tuple(
-            ct.full((const.TILE_M, const.TILE_V // const.NUMBERS), 0.0, dtype=ct.float32)
-            for _ in ct.static_iter(range(const.NUMBERS))
+        chains = tuple(
+            Chain(
+                tuple(
+                    ct.full((const.TILE_M, const.TILE_V // const.NUMBERS), 0.0, dtype=ct.float32)
+                    for _ in ct.static_iter(range(const.NUMBERS))
+                ),
+                chain.row_max,
+                chain.row_sum,
+            )
+            for chain in ct.static_iter(chains)
         )
-        chains = tuple(Chain(acc, chain.row_max, chain.row_sum) for chain in ct.static_iter(chains))
     keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span, variant, eight)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
     if const.KV8:
@@ -765,9 +771,9 @@ def accumulate_words(chain, p, words, keys, i, const):
     if const.KV8 == PER_PAGE:
         places = tuple(existing_tile(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
         factors, largest = scales_of_values(keys, places, const)
-        shares = tuple(p[t] * factors[t] for t in ct.static_iter(range(const.KV_SUBTILES)))
+        p = tuple(p[t] * factors[t] for t in ct.static_iter(range(const.KV_SUBTILES)))
         empty = tuple(ct.full(part.shape, 0.0, dtype=ct.float32) for part in ct.static_iter(chain.acc))
-        added = accumulate(Chain(empty, chain.row_max, chain.row_sum), shares, values, const).acc
+        added = accumulate(Chain(empty, chain.row_max, chain.row_sum), p, values, const).acc
         acc = tuple(chain.acc[n] + added[n] * largest for n in ct.static_iter(range(const.NUMBERS)))
         chain = Chain(acc, chain.row_max, chain.row_sum)
     else:
