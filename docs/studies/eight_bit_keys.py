@@ -53,7 +53,8 @@ def tried(problem: Problem, arch: str, served: Schedule, few: bool) -> list[Sche
     tiles = tiles[:2] if few else tiles
     shares = SHARES.get(problem.batch, (1,))
     for (rows, keys, blocks), share, ahead in itertools.product(tiles, shares, (False, True)):
-        if ahead and (problem.page or share > 1 or not problem.kv8):
+        plain = problem.kv8 and not problem.page and share == 1
+        if (ahead or (keys, blocks) == (128, 3)) and not plain:
             continue
         changed = space.default(problem).replace(
             tile_m=rows,
@@ -71,8 +72,8 @@ def tried(problem: Problem, arch: str, served: Schedule, few: bool) -> list[Sche
     return list(dict.fromkeys(found))
 
 
-def build(of: Sequence[tuple[Problem, Schedule]], device: Any, most_s: float) -> None:
-    """Have every program on disk where launches look for it, compiled in all processes at once."""
+def build(of: Sequence[tuple[Problem, Schedule]], device: Any, most_s: float) -> set[tuple[Problem, Schedule]]:
+    """Have every program on disk where launches look for it, compiled in all processes at once; those that are there in time."""
     from tiledsched.build.compiler import BuildTask
     from tiledsched.build.cubin import parts_with_host_code
     from tiledsched.build.pool import BuildPool
@@ -81,25 +82,24 @@ def build(of: Sequence[tuple[Problem, Schedule]], device: Any, most_s: float) ->
     from tiledsched.serve import process
     from tiledsched.serve.prebuilt import make_kernel
 
-    ends, tasks = time.monotonic() + most_s, dict[Any, BuildTask]()
-    for problem, schedule in of:
-        objects = make_kernel(Attention, schedule, problem, process.settings(), device)
-        paths = tuple(each.declared()[1] for each in objects)
+    ends, tasks, paths_of = time.monotonic() + most_s, dict[Any, BuildTask](), dict[Any, Any]()
+    for pair in of:
+        objects = make_kernel(Attention, pair[1], pair[0], process.settings(), device)
+        paths = paths_of[pair] = tuple(each.declared()[1] for each in objects)
         if None not in paths and not all(path.is_file() for path in paths):
-            task = BuildTask(kernel="attention", schedule=schedule, problem=problem, arch=device.arch)
-            tasks.setdefault(paths, task)
-    pool = BuildPool()
-    paths_of = {task: paths for paths, task in tasks.items()}
-    for built in pool.build(tasks.values()):
+            tasks[paths] = BuildTask(kernel="attention", schedule=pair[1], problem=pair[0], arch=device.arch)
+    pool, places = BuildPool(), {task: paths for paths, task in tasks.items()}
+    for built in pool.build(tasks.values()) if tasks else ():
         if built.artifact is None:
             print(f"{built.task.problem}: {built.task.schedule.short()} {built.failure}", file=sys.stderr)
         else:
-            for path, cubin in zip(paths_of[built.task], parts_with_host_code(built.artifact.cubin), strict=True):
+            for path, cubin in zip(places[built.task], parts_with_host_code(built.artifact.cubin), strict=True):
                 write_program(path, StoredProgram(cubin=cubin, symbol=symbol(Attention)))
         if time.monotonic() > ends:
             print("no time left to build the rest", file=sys.stderr)
             break
     pool.close()
+    return {pair for pair, paths in paths_of.items() if None not in paths and all(path.is_file() for path in paths)}
 
 
 def calls_of(batch: int, heads: int, page: int, device: str = "cuda") -> tuple[Any, Any]:
@@ -177,8 +177,8 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
         for problem, (_, schedules) in zip(problems(*cell), of[cell], strict=True)
         for schedule in schedules
     ]
-    build(pairs, device, most_s / 2)
-    print(f"built in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    ready = build(pairs, device, 0.6 * most_s)
+    print(f"{len(ready)} of {len(set(pairs))} built, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     for cell in cells:
         if time.monotonic() - began > most_s:
             print(f"no time left for {cell} and what follows", file=sys.stderr)
@@ -188,6 +188,8 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
         for (bits, call), (served, schedules) in zip(made.items(), of[cell], strict=True):
             for place, schedule in enumerate(schedules):
                 name = f"{bits}:{place}"
+                if (call.problem(), schedule) not in ready:
+                    continue
                 try:
                     plan = call.make_plan(replace(served, schedule=schedule, rivals=(), alternatives=()))
                     right[name] = call.launch(plan, first=True).float()
@@ -196,6 +198,9 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
                     continue
                 calls[name] = partial(call.launch, plan, keep_zeros=True)
         calls |= torch_calls(made["16"]) if not cell[2] else {}
+        if not all(any(name.startswith(bits) for name in right) for bits in made):
+            print(f"{cell}: not built", file=sys.stderr)
+            continue
         us = medians(calls, rounds)
         best = {bits: min((n for n in us if n.startswith(f"{bits}:")), key=us.__getitem__) for bits in made}
         base = right[best["16"]]
