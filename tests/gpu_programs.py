@@ -69,7 +69,7 @@ EPILOGUES: dict[str, tuple[Any, ...]] = {
     "out_dtype": (*HALVES, "float8_e4m3fn"),
 }
 UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "attention": ATTENTION | {"lse": FLAG, "page": (0, 0, 64)},
+    "attention": ATTENTION | {"lse": FLAG, "page": (0, 0, 64), "kv8": ("", "", "", "", "tensor", "head", "page")},
     "attention_backward": ATTENTION | {"deterministic": FLAG, "dlse": FLAG},
     "matmul": {
         "m": (1, 17, 129, 1000),
@@ -144,7 +144,7 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Kernel -> values of the fields of problems that are in no table; problems are drawn so that all pairs of values occur."""
 UNTUNED["rope_in_place"] = UNTUNED["rope"]
-MOST_DRAWN = 36
+MOST_DRAWN = 48
 """Problems drawn of a kernel."""
 TILED = {
     "rows": "TILE_ROWS",

@@ -77,6 +77,12 @@ def attend_in_torch(
         return_lse: return a pair.
         features: everything else.
     """
+    if features.k_scale is not None:
+        k, v = (
+            (each.float() * by.float().reshape((-1, 1, 1, 1) if features.kv8 == "page" else (-1, 1, 1))).to(q.dtype)
+            for each, by in ((k, features.k_scale), (v, features.v_scale))
+        )
+        features = features._replace(k_scale=None, v_scale=None)
     if features.attn_mask is not None:
         attn_mask, features = features.attn_mask, NO_FEATURES
     if features.by_reference is not None:

@@ -15,7 +15,7 @@ from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.ops import sharding
-from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
+from tiledsched.ops.arguments import EIGHT_BIT_DTYPE, needs_gradients, odd_scale, unserved
 from tiledsched.ops.backward import FEATURES, gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
@@ -118,9 +118,10 @@ def find_trained(q: Any, k: Any, v: Any, causal: str | None, scale: float | None
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Floating-point tensors cast to autocast's dtype, float64 excepted."""
+    """Floating-point tensors cast to autocast's dtype, but for float64, and keys and values in 8 bits."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    kept = (torch.float64, EIGHT_BIT_DTYPE)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in kept else x for x in tensors)
 
 
 def _keep_trained(key: tuple[Any, ...]) -> None:
