@@ -31,6 +31,7 @@ from tiledsched.core.errors import Failure, TiledschedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.serve.entries import load_table
 from tiledsched.tuning.session import Session
 
@@ -54,9 +55,10 @@ class Set:
     """From a problem of the set to the values that differ in one that is drawn."""
 
 
-def _steps(first: int, last: int, octave: int) -> list[int]:
-    """Sizes from one to another, `octave` of them in each octave."""
-    return sorted({round(first * 2 ** (step / octave)) for step in range(round(octave * math.log2(last / first)) + 1)})
+def _steps(first: int, last: int, octave: int, whole: int = 1) -> list[int]:
+    """Sizes from one to another, `octave` of them in each octave, as multiples of `whole`."""
+    steps = (step / octave for step in range(round(octave * math.log2(last / first)) + 1))
+    return sorted({round(first * 2**step / whole) * whole for step in steps})
 
 
 def _llama_products(kernel: KernelClass) -> list[Problem]:
@@ -67,8 +69,8 @@ def _llama_products(kernel: KernelClass) -> list[Problem]:
 
 def _llama_attention(kernel: KernelClass) -> list[Problem]:
     heads = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-    prefill = [(b, s) for b in _steps(1, 16, 1) for s in _steps(512, 8192, 2) if b * s <= 1 << 16]
-    decode = itertools.product(_steps(1, 128, 1), _steps(1024, 16384, 1))
+    prefill = [(b, s) for b in _steps(1, 16, 2) for s in _steps(512, 8192, 3, 64) if b * s <= 1 << 16]
+    decode = itertools.product(_steps(1, 128, 2), _steps(1024, 16384, 2, 64))
     return [
         *(kernel.problem(batch=b, seq_q=s, seq_k=s, causal=True, **heads) for b, s in prefill),
         *(kernel.problem(batch=b, seq_q=1, seq_k=s, **heads) for b, s in decode),
@@ -115,6 +117,7 @@ def chosen(name: str, arch: str, count: int, seed: int) -> tuple[list[Drawn], li
     """Drawn problems of a set with what the table and the trees choose, and what can be said of the trees without a GPU."""
     of = SETS[name]
     kernel, settings, rng = load_kernel(of.kernel), load_settings(), random.Random(seed)
+    complete = space_for(arch, kernel).complete  # sources say nothing of a knob that all schedules leave at rest
     cases = choices(kernel, [arch], of.asked(kernel), settings, losses=True)
     problems = [case.problem for case in cases]
     functions: dict[str, Callable[..., Mapping[str, Any]]] = {}
@@ -126,7 +129,8 @@ def chosen(name: str, arch: str, count: int, seed: int) -> tuple[list[Drawn], li
         exec(text, namespace)  # which was made here
         function = functions[name_of(leaves)] = namespace[f"{baking.name}_schedule"]
         facts = [case.names(with_arch=False) for case in cases]
-        kept = sum(function(**each) == dict(case.served.schedule) for each, case in zip(facts, cases, strict=True))
+        found = [complete(Schedule(function(**each))) for each in facts]
+        kept = sum(schedule == case.served.schedule for schedule, case in zip(found, cases, strict=True))
         texts = [
             f"f({', '.join(f'{key}={value!r}' for key, value in each.items() if key in baking.needed_facts)})"
             for each in facts
@@ -147,14 +151,13 @@ def chosen(name: str, arch: str, count: int, seed: int) -> tuple[list[Drawn], li
             continue
         if problem in problems or problem in drawn:
             continue
-        found = {TABLE: table.resolve(problem, arch).schedule}
+        choices_of = {TABLE: table.resolve(problem, arch).schedule}
         for tree, function in functions.items():
             try:
-                schedule = {key: value for key, value in function(**problem.values).items() if key != "kernel"}
-                found[tree] = Schedule(schedule)
+                choices_of[tree] = complete(Schedule(function(**problem.values)))
             except ValueError:  # which says that no schedule fits
                 continue
-        drawn[problem] = Drawn(problem, found)
+        drawn[problem] = Drawn(problem, choices_of)
     return list(drawn.values()), said
 
 

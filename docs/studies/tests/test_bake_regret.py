@@ -57,3 +57,13 @@ def test_choices_are_timed_beside_the_tables():
     assert bake_regret.summary([{**one, "ratio": 1.0}, {**one, "ratio": "1.21"}, {**one, "ratio": "nan"}]).endswith(
         "\n|s|8 leaves|3|1|1.1000|1.210|1|1|"
     )
+
+
+def test_choices_name_all_knobs(monkeypatch):
+    of = bake_regret.Set(
+        "matmul", lambda kernel: kernel.suite("llama_8b")[:6], bake_regret.SETS["matmul, all measured"].draw
+    )
+    monkeypatch.setitem(bake_regret.SETS, "six", of)
+    drawn, said = bake_regret.chosen("six", "sm_90", 3, 1)
+    assert "chooses what the table chooses in 6 of 6" in said[-1]
+    assert all(choice.keys() == each.choices["table"].keys() for each in drawn for choice in each.choices.values())
