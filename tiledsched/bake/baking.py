@@ -33,8 +33,8 @@ from tiledsched.store.location import database_exists
 MOST_CANDIDATES, NEAR_BEST = 64, 0.01
 """So many schedules may become leaves where leaves are few: those that lose no more than this on the most problems."""
 MODEL = 0.5
-"""Share of the performance model's correction in the estimates. With all of it, as the best candidate is found, schedules of
-products that were measured later seemed to lose 2.3 times what they did (docs/bake.md)."""
+"""Share of the performance model's correction in the estimates. With all of it, which finds the best candidate, schedules of
+products seem to lose three times what they do; with half of it, 1.6 times, and those of attention 0.6 times (docs/bake.md)."""
 DOUBT = 0.05
 """What is added to the estimate for a schedule that no problem near by names: the lowest of many estimates is too low."""
 ARRAY = re.compile(r"(\w+)\[([\dx]+)[^\]]*\]")
