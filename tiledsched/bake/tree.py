@@ -17,7 +17,7 @@ WHOLE = 8
 """It is also asked whether this divides a size: rows of 16-bit elements then start where TMA loads."""
 WIDTH, CUTS = 4, 3
 """So many questions are tried where little is to be decided, of each expression at most so many."""
-FEW, SMALL = 8, 1 << 13
+FEW, SMALL = 8, 1 << 14
 """That is where so many leaves are to come, and the problems times the schedules are so many, at most."""
 
 Question = tuple[str, tuple[int, ...], tuple[int, ...]]
