@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -134,7 +134,14 @@ class TimedProblems:
                     cases=len(near),
                     nearest=problem_from_json(self._rows[near[0]].problem),
                 )
-        return found
+        if not p.declaration.timed_with or OURS not in found:
+            return found
+        lent = p.declaration.cost.lent_times(p).items()
+        return {OURS: found[OURS]} | {
+            name: replace(found[of], us=found[of].us + us, host_us=found[of].host_us + host_us)
+            for name, (of, us, host_us) in lent
+            if of in found
+        }
 
     @staticmethod
     def _nearest(values: np.ndarray, apart: np.ndarray) -> np.ndarray:
@@ -226,9 +233,10 @@ def timed_problems(
         modelled_us: what the model gives for a problem and a schedule; for its default schedule where none is named.
         hidden: a problem to leave out, whose times are to be predicted.
     """
-    rows, host_us = _shipped(kernel.name, arch)
+    rows, host_us = _shipped(kernel.timed_with or kernel.name, arch)
     spec, found, left_out = arch_spec(arch), list(rows), hidden and hidden.to_json()
-    raced = [entry for entry in entries if entry.arch == arch and _features(entry.problem)]
+    own = () if kernel.timed_with else entries
+    raced = [entry for entry in own if entry.arch == arch and _features(entry.problem)]
     if rows:
         raced = [entry for entry in raced if entry.layer != "shipped"]
     else:
