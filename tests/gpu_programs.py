@@ -61,6 +61,13 @@ ATTENTION = {
     "packed": (0, 0, 3),
 }
 LAYOUTS = ("row", "column")
+EPILOGUES: dict[str, tuple[Any, ...]] = {
+    "activation": ("none", "relu", "squared_relu", "silu", "gelu", "gelu_tanh"),
+    "bias": FLAG,
+    "gate": FLAG,
+    "residual": FLAG,
+    "out_dtype": (*HALVES, "float8_e4m3fn"),
+}
 UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
     "attention": ATTENTION | {"lse": FLAG, "page": (0, 0, 64), "kv8": ("", "", "", "", "tensor", "head", "page")},
     "attention_backward": ATTENTION | {"deterministic": FLAG, "dlse": FLAG},
@@ -72,11 +79,20 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "a_layout": LAYOUTS,
         "b_layout": LAYOUTS,
     },
+    "matmul_epilogue": {
+        "m": (1, 17, 129, 1000),
+        "n": (1, 63, 257, 1024),
+        "k": (1, 65, 512, 4096),
+        "dtype": HALVES,
+        "a_layout": LAYOUTS,
+        "b_layout": LAYOUTS,
+        **EPILOGUES,
+    },
     "scaled_matmul": {
         "m": (1, 17, 129, 1000),
         "n": (16, 144, 1024),
         "k": (16, 272, 4096),
-        "scales": ("row", "tensor"),
+        "scales": ("row", "tensor", "block"),
         "dtype": ("float8_e4m3fn", "float8_e5m2"),
         "out_dtype": (*HALVES, "float32"),
         "fast_accum": FLAG,
@@ -90,12 +106,23 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "dtype": HALVES,
         "b_layout": LAYOUTS,
     },
+    "grouped_matmul_epilogue": {
+        "tokens": (1, 65, 1000),
+        "experts": (1, 3, 40),
+        "n": (1, 129, 1024),
+        "k": (1, 65, 512),
+        "dtype": HALVES,
+        "b_layout": LAYOUTS,
+        **EPILOGUES,
+    },
     "rms_norm": ROWS | {"residual": FLAG},
+    "rms_norm_quantized": ROWS | {"residual": FLAG, "static": FLAG},
     "rms_norm_backward": ROWS | {"residual": FLAG, "columns": (1, 33, 768, 1000, 4097, 16400)},
     "softmax": ROWS,
     "softmax_backward": ROWS,
     "layer_norm": ROWS | {"weighted": FLAG, "biased": FLAG},
     "glu": ROWS | {"activation": ("silu", "gelu", "gelu_tanh")},
+    "glu_quantized": ROWS | {"activation": ("silu", "gelu", "gelu_tanh"), "static": FLAG},
     "rope": {
         "batch": (1, 3),
         "seq": (1, 5, 300),
@@ -287,14 +314,17 @@ def stated(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def programs(name: str) -> list[Program]:
-    """The programs that a kernel's table serves: of the problems in it, and of problems that are drawn."""
+    """The programs that a kernel's table serves: of the problems in it, and of problems that are drawn. The table holds what the
+    kernel whose search space it has lends it, too.
+    """
     from tiledsched.serve.lookup import LookupTable
     from tiledsched.store.spills import shipped_spills
 
     kernel = kernel_named(name)
     entries = shipped_entries(name)
+    lenders = shipped_entries(kernel.space) if kernel.space != name else []
     table = LookupTable(
-        entries, kernel, compiler=compiler(), spills_of=lambda arch: shipped_spills(name, arch, compiler())
+        [*entries, *lenders], kernel, compiler=compiler(), spills_of=lambda arch: shipped_spills(name, arch, compiler())
     )
     found: dict[str, Program] = {}
     for problem in dict.fromkeys((*drawn(kernel), *(entry.problem for entry in entries))):

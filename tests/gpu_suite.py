@@ -177,8 +177,21 @@ def run_empty(device: str = "cuda") -> list[Outcome]:
         "rms_norm": (ts.rms_norm, [row[:2]]),
         "layer_norm": (ts.layer_norm, [row, [(2, 0, 96), (96,)]]),
         "glu": (ts.swiglu, [row[:1]]),
+        "rms_norm_quantized": (
+            lambda x, w: tuple(each.float() for each in ts.rms_norm(x, w, quantize="row")),
+            [row[:2], [(2, 0, 96), (96,)]],
+        ),
+        "glu_quantized": (lambda x: ts.swiglu(x, quantize=one)[0].float(), [row[:1], [(2, 0, 96)]]),
         "matmul": (ts.matmul, [((m, k), (k, n)) for m, n, k in ((0, 64, 32), (64, 0, 32), (64, 32, 0))]),
+        "matmul_epilogue": (
+            lambda a, b: ts.matmul(a, b, None, "gelu", b, a @ b),
+            [((m, k), (k, n)) for m, n, k in ((0, 64, 32), (64, 0, 32), (64, 32, 0))],
+        ),
         "grouped_matmul": (lambda a, b: ts.grouped_matmul(a, b, ends), [((0, 64), (3, 64, 32))]),
+        "grouped_matmul_epilogue": (
+            lambda a, b: ts.grouped_matmul(a, b, ends, None, "silu", b),
+            [((0, 64), (3, 64, 32))],
+        ),
         "scaled_matmul": (
             lambda a, b: ts.scaled_matmul(a.to(eight), b.to(eight).t(), one, one),
             [((m, k), (32, k)) for m, k in ((0, 32), (32, 0))],

@@ -181,6 +181,72 @@ def test_cross_entropy_of_rows_far_from_zero(columns, smoothing) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+EPILOGUES = {
+    "bias": ({"activation": "gelu"}, ("bias",)),
+    "gate": ({"activation": "silu"}, ("gate",)),
+    "all": ({"activation": "gelu_tanh"}, ("bias", "gate", "residual")),
+}
+
+
+@pytest.mark.parametrize("rivals", ["off", "serve"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 272, 512), (129, 257, 130), (300, 1024, 4096)])
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_products_with_an_epilogue(name, m, n, k, rivals) -> None:
+    """Forward, gradients, compiled whole and in a graph."""
+    words, given = EPILOGUES[name]
+    shapes = {"bias": (n,), "gate": (k, n), "residual": (m, n)}
+    x, w = (normal(m, k) / k**0.5).requires_grad_(), normal(k, n)
+    more = {each: normal(*shapes[each]) for each in given}
+
+    def wanted(x, w, bias=0, gate=None, residual=0):
+        act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[
+            words["activation"]
+        ]
+        sums = x @ w + bias
+        return (act(sums) if gate is None else act(x @ gate) * sums) + residual
+
+    def call(x):
+        return ts.matmul(x, w, **more, **words)
+
+    exact = x.detach().double().requires_grad_()
+    right = wanted(exact, w.double(), **{name: each.double() for name, each in more.items()})
+    with ts.configure(rivals=rivals):
+        out = call(x)
+        assert_near(out, right)
+        weight = normal(m, n + 1)[:, :n]
+        (found,), (slope,) = (
+            torch.autograd.grad(each, [of], weight.to(each.dtype)) for each, of in ((out, x), (right, exact))
+        )
+        assert_near(found, slope, 0.02)
+        with torch.no_grad():
+            assert_near(torch.compile(call, fullgraph=True)(x), right)
+            assert_near(replayed(lambda: call(x)), right)
+
+
+def test_epilogues_of_8_bits_of_groups_and_of_an_author() -> None:
+    x, w, scale = normal(65, 512) / 23, normal(272, 512).t(), torch.tensor(0.02, device="cuda")
+    assert_near(ts.matmul(x, w, out_scale=scale).float() * scale, x.double() @ w.double(), 0.05)
+    columns = normal(272, dtype=torch.float32)
+    right = (x.double() @ w.double()) * columns.double()
+    assert_near(ts.matmul(x, w, epilogue=by_column, arrays=(columns,)), right)
+    b, gate = (normal(6, 192, 512).transpose(1, 2) + shift for shift in (0, 0.1))
+    ends = torch.tensor([0, 5, 5, 40, 64, 65], dtype=torch.int32, device="cuda")
+    groups = [(0, 5, 1), (5, 40, 3), (40, 64, 4), (64, 65, 5)]
+    bias = normal(6, 192)
+    right = torch.cat(
+        [
+            F.silu(x[a:z].double() @ gate[g].double()) * (x[a:z].double() @ b[g].double() + bias[g].double())
+            for a, z, g in groups
+        ]
+    )
+    assert_near(ts.grouped_matmul(x, b, ends, bias, "silu", gate), right)
+
+
+def by_column(acc, row, column, columns):
+    """Sums, each times the number of its column."""
+    return acc * ct.gather(columns, column)
+
+
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("m", [1, 16, 300])
 def test_products_of_8_bit_floats(m, scales) -> None:
@@ -194,6 +260,18 @@ def test_products_of_8_bit_floats(m, scales) -> None:
     assert_near(ts.scaled_matmul(a, b.t(), scale_a, scale_b, bias), wanted + bias.double())
     # The tensor cores of sm_90 keep 13 bits of a sum of 128 products (docs/python.md).
     assert_near(ts.scaled_matmul(a, b.t(), scale_a, scale_b, out_dtype=torch.float32), wanted, 2.5e-4)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (16, 272, 512), (300, 400, 1040), (129, 1024, 7168)])
+def test_products_of_8_bit_floats_with_scales_of_blocks(m, n, k) -> None:
+    a, b = (normal(*shape).to(torch.float8_e4m3fn) for shape in ((m, k), (n, k)))
+    steps = -(-k // 128)
+    scale_a, scale_b = (10 ** normal(*shape).float() for shape in ((m, steps), (-(-n // 128), steps)))
+    left = a.double() * scale_a.repeat_interleave(128, 1)[:, :k]
+    right = b.double() * scale_b.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    for lying in (scale_a, scale_a.t().contiguous().t()):
+        got = ts.scaled_matmul(a, b.t(), lying, scale_b.t(), out_dtype=torch.float32)
+        assert_near(got, left @ right.t(), 2.5e-4)
 
 
 @pytest.mark.parametrize("ends", [(0, 0, 5, 5, 133, 300), (50, 100, 150, 200, 250, 300), (300,) * 6])
@@ -238,9 +316,14 @@ def test_a_search_is_answered_from_what_it_stored() -> None:
             check=True,
         )
 
-    first = search()
-    measured = len(calls)
+    first, second = search(), search()
+    for _ in range(20):  # nothing is stored while another process runs on the GPU, as other files of tests do
+        if second == first:
+            break
+        first, second = second, search()
+    assert second == first
     assert torch.equal(out, 2 * x)
     assert len(first.successes) == 3
+    measured = len(calls)
     assert search() == first
     assert len(calls) <= measured + 1

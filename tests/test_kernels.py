@@ -124,7 +124,14 @@ def test_a_launch_takes_every_array_and_the_reference_gives_every_output(kernel)
     assert [np.shape(each) for each in expected_outputs(kernel, np, p, inputs)] == shapes
 
 
-FEWEST = {"rms_norm": 20, "scaled_matmul": 40, "matmul": 80, "grouped_matmul": 80}
+FEWEST = {
+    "rms_norm": 20,
+    "scaled_matmul": 40,
+    "matmul": 80,
+    "matmul_epilogue": 40,
+    "grouped_matmul_epilogue": 20,
+    "grouped_matmul": 80,
+}
 """Kernel -> the fewest schedules of its suites from which a tune can learn; 1 of others."""
 
 
@@ -272,19 +279,29 @@ COMPILED: dict[str, dict] = {
     "rms_norm_backward": {"rows": 32768, "columns": 4096},
     "layer_norm": {"rows": 8192, "columns": 5000},
     "glu": {"rows": 4096, "columns": 14336, "activation": "gelu"},
+    "rms_norm_quantized": {"rows": 4096, "columns": 4096, "residual": True},
+    "glu_quantized": {"rows": 4096, "columns": 14336, "activation": "gelu"},
     "rope": {"batch": 1, "seq": 4096, "q_heads": 32, "k_heads": 8},
     "rope_in_place": {"batch": 1, "seq": 4096, "q_heads": 32, "k_heads": 8},
     "cross_entropy": {"rows": 4096, "columns": 128256, "smoothed": True},
     "matmul": WIDE | {"b_layout": "column"},
+    "matmul_epilogue": WIDE | {"b_layout": "column", "gate": True, "activation": "silu", "residual": True},
     "scaled_matmul": {"m": 512, "n": 4096, "k": 4096, "scales": "tensor", "bias": True},
     "grouped_matmul": {"tokens": 512, "experts": 128, "n": 1536, "k": 2048},
+    "grouped_matmul_epilogue": {"tokens": 512, "experts": 128, "n": 768, "k": 2048, "gate": True, "activation": "silu"},
     "attention": {"seq_q": 4096, "seq_k": 4096, "head_dim": 64, "heads": 32, "kv_heads": 32},
     "attention_backward": {"seq_q": 4096, "seq_k": 4096, "head_dim": 64, "heads": 32, "kv_heads": 32},
 }
 
 
 OTHERS = {"attention": "sm_100 sm_121", "attention_backward": "sm_100", "matmul": "sm_100 sm_121"}
-OTHERS |= dict.fromkeys(("scaled_matmul", "grouped_matmul"), "sm_100 sm_121")
+OTHERS |= dict.fromkeys(
+    (
+        *("matmul_epilogue", "grouped_matmul_epilogue", "scaled_matmul", "grouped_matmul"),
+        *("rms_norm_quantized", "glu_quantized"),
+    ),
+    "sm_100 sm_121",
+)
 """The archs beside sm_90 for which the default compiles with next to no spills, where it does not for all."""
 
 

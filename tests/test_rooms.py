@@ -187,12 +187,12 @@ def test_no_room_knows_a_kernel_by_heart(room):
 
 
 def test_kernels_know_each_other_only_by_what_they_share():
-    """But gradients know what they are of."""
+    """But gradients, and products with an epilogue, know what they are of."""
     for path in files_of("kernels"):
         for other, line in arrows(path):
             if other.count("/") > 1 and path.count("/") > 1:
                 own = path.split("/")[1]
-                assert other.split("/")[1] in (own, own.removesuffix("_backward").removesuffix("_in_place")), (
+                assert other.split("/")[1] in (own, re.sub("_(backward|in_place|epilogue|quantized)$", "", own)), (
                     f"{path}:{line} imports {other}"
                 )
 

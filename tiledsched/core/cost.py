@@ -107,6 +107,11 @@ class Cost:
         body = smooth_max(arithmetic, traffic) * min(idle, 4.0)
         return LAUNCH_US * len(grids) + BLOCK_US * math.ceil(waves) + body * (1.0 + SPILL_COST * facts.spill_bytes)
 
+    def lent_times(self, p: Any) -> Mapping[str, tuple[str, float, float]]:
+        """Which rivals of a kernel that declares `timed_with` take as long as methods of that kernel and a little more: name of
+        the rival -> name of the method, and the microseconds that a call takes longer, on the GPU and on the host."""
+        return {}
+
     def published(
         self, p: Any, s: Schedule, spec: ArchSpec, device_name: str, figures: Mapping[str, Any]
     ) -> Sequence[PublishedTime]:

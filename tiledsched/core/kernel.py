@@ -89,6 +89,7 @@ FUNCTIONS = {
 DATA: dict[str, tuple[Any, str]] = {
     "name": (str, "text"),
     "space": (str, "the name of a kernel"),
+    "timed_with": (str, "the name of a kernel"),
     "knobs": (Mapping, 'a dict of a knob and its choices, as in {"TILE": [64, 128]}'),
     "constraints": (Mapping, 'a dict of an expression and its reason, as in {"TILE >= columns": "a row is one tile"}'),
     "requires": (Mapping, 'a dict of an expression and its reason, as in {"k % group == 0": "groups are whole"}'),

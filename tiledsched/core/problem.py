@@ -280,6 +280,9 @@ class Declaration:
     space: ClassVar[str] = ""
     """The kernel whose files of search spaces are its own, too, with the constraints that it adds, and whose winners serve it
     until it is tuned: its problems must have the same fields. The default is its name."""
+    timed_with: ClassVar[str] = ""
+    """The kernel whose timed problems say what this one takes where neither it nor its rivals were timed; see
+    :meth:`tiledsched.core.cost.Cost.lent_times`."""
     declared_in: ClassVar[str] = ""
     """The module that declares the kernel, where the class is made by another one."""
     function: ClassVar[Any] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 from tiledsched.core.problem import Problem
@@ -35,15 +36,23 @@ def torch_methods(
     )
 
 
-def compiled(function: Function, mode: str = TUNED) -> Function:
-    """The function under `torch.compile`, for exactly the shapes of the first call."""
+def compiled(function: Any, mode: str = TUNED, *, serves: bool = False) -> Function:
+    """The function under `torch.compile`, for exactly the shapes of the first call.
+
+    torch gives up on code that it has compiled for eight problems. So it is made to forget all that it compiled; or, where the
+    function `serves` in a user's process, it compiles a copy with code of its own.
+    """
     made: list[Function] = []
+    if serves:
+        code = function.__code__.replace()
+        function = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
 
     def call(*tensors: Any) -> Any:
         if not made:
             import torch
 
-            torch.compiler.reset()  # else it gives up on a function that it has compiled for eight problems
+            if not serves:
+                torch.compiler.reset()
             made.append(torch.compile(function, dynamic=False, mode=mode))
         return made[0](*tensors)
 

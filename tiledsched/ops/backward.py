@@ -215,7 +215,7 @@ class BackwardCall(NamedTuple):
     def by_torch(self) -> Gradients:
         """The gradients of torch's attention, which is computed once more, laid out like our own."""
         q, k, v, causal, scale, _, features = self.forward
-        if features.gradients_by_reference is not None:
+        if features.gradients_by_reference is not None and features.attn_mask is None:
             return _four(features.gradients_by_reference(self))
         # An operator is called with autograd left out.
         records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)

@@ -34,6 +34,8 @@ class AttentionFeatures(FeatureArguments):
     """What computes calls that the kernel does not serve."""
     by_reference: ClassVar[Any] = None
     """Computes them from q, k, v and the scale; None where torch's attention does."""
+    attn_mask: ClassVar[Any] = None
+    """A mask tensor with which torch's attention computes them; None where no tensor says them."""
     gradients_by_reference: ClassVar[Any] = None
     """Computes the gradients of a `BackwardCall`; None likewise."""
     forward_operator: ClassVar[Any] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import SHIPPED, kernel_named
+from tiledsched.serve import process
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 GRADIENTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {}
@@ -43,8 +44,24 @@ def _registered(kernel: str, **pinned: Any) -> str:
     return _word(kernel, pinned)
 
 
+def own_kernel(product: str, function: Callable[..., Any], arrays: Sequence[Tensor]) -> str:
+    """The name of the kernel of a product with an author's own epilogue, which is made where need be.
+
+    Raises:
+        DeclarationError: the function cannot be compiled, or takes another number of arrays.
+    """
+    return _named(product, function, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays]))
+
+
+@torch.compiler.assume_constant_result
+def _named(product: str, function: Callable[..., Any], arrays: tuple[tuple[int, str], ...]) -> str:
+    from tiledsched.kernels.own_epilogues import kernel_of
+
+    return kernel_of(kernel_named(product), function, arrays).name
+
+
 def _word(kernel: str, pinned: dict[str, Any]) -> str:
-    return kernel + "".join(f"_{name}" for name, value in pinned.items() if value)
+    return kernel + "".join(f"_{value if isinstance(value, str) else name}" for name, value in pinned.items() if value)
 
 
 def takes_tensors(function: Called) -> Called:
@@ -67,6 +84,15 @@ def takes_tensors(function: Called) -> Called:
     return cast(Called, checked)
 
 
+def are_served(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether all tensors are there, on one GPU, and of one type that the kernels of rows take: float16 or bfloat16."""
+    return (
+        first.dtype in (torch.float16, torch.bfloat16)
+        and first.device.type == process.runtime.device_type
+        and all(each is not None and (each.dtype, each.device) == (first.dtype, first.device) for each in others)
+    )
+
+
 def flat_rows(x: Tensor) -> Tensor:
     """`[rows, columns]`."""
     return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
@@ -82,3 +108,21 @@ def check_shape(name: str, given: Tensor, like: str, shape: Any) -> None:
         raise ProblemError(
             f"{name} must have the shape of {like}, {tuple(shape)}, got {tuple(given.shape)}; reshape it"
         )
+
+
+def read_scale(quantize: Any) -> Tensor | None:
+    """The scale that `quantize` gives all rows, `[1]`; None where it is "row", and each row gets its own.
+
+    Raises:
+        ProblemError: it is neither.
+    """
+    if isinstance(quantize, Tensor) and quantize.numel() == 1:
+        return quantize.reshape(1)
+    if isinstance(quantize, str) and quantize == "row":
+        return None
+    raise ProblemError('quantize must be "row", or a float32 tensor of one element, the scale of all rows')
+
+
+def returned_scale(scale: Tensor, quantize: Any, like: Tensor) -> Tensor:
+    """The scales of rows as a caller gets them: `[..., 1]` beside `like`, or the tensor that was given."""
+    return scale.reshape(*like.shape[:-1], 1) if isinstance(quantize, str) else quantize

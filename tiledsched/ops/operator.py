@@ -151,7 +151,7 @@ class DifferentiableAttention(torch.autograd.Function):
     ) -> Any:
         """The output; with `lse` also the log-sum-exp. A `plan` is one that was launched before."""
         ctx.set_materialize_grads(False)
-        arrays = features.tensors
+        arrays = () if features is NO_FEATURES else features.tensors
         if plan is not None or (
             not is_transformed() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
         ):
@@ -168,7 +168,7 @@ class DifferentiableAttention(torch.autograd.Function):
                 else:
                     out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
         ctx.save_for_backward(q, k, v, out, sums, *arrays)
-        ctx.options = causal, scale, features.with_tensors((None,) * len(arrays)), deterministic
+        ctx.options = causal, scale, features.with_tensors((None,) * len(arrays)) if arrays else features, deterministic
         return (out, sums) if lse else out
 
     @staticmethod
@@ -177,7 +177,7 @@ class DifferentiableAttention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 10
         saved, (causal, scale, features, deterministic) = ctx.saved_tensors, ctx.options
-        features = features.with_tensors(saved[5:])
+        features = features if features is NO_FEATURES else features.with_tensors(saved[5:])
         found = gradients(dout, dlse, saved[:5], causal, scale, features, deterministic)
         wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
         if wanted[3] is not None:

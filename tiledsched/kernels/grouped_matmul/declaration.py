@@ -199,7 +199,7 @@ class GroupedMatmul(Kernel):
     @staticmethod
     def adversarial(xp: Any, rng: Any, p: Problem, reference: Callable[..., Any]) -> Iterator[Case]:
         """Even groups; all rows in one; every other group empty; and all rows in the first and the last group."""
-        random = random_inputs(GroupedMatmul, xp, rng, p)
+        random = random_inputs(p.declaration, xp, rng, p)
         for kind in OFFSET_KINDS:
             inputs = {**random, "Offsets": xp.asarray(group_ends(kind, p.tokens, p.experts))}
             yield Case(kind, inputs, reference(inputs))

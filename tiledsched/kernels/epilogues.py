@@ -1,0 +1,271 @@
+"""Epilogues of matrix products: what becomes of the float32 sums before they are rounded and stored.
+
+    C = quantised(activation(A @ B + bias) + residual)                  without a gate
+    C = quantised(activation(A @ gate) * (A @ B + bias) + residual)     with one
+
+Each part may be missing. All is computed in float32 and rounded once, where torch rounds the product first, and then the result
+of each further operation or fused group of them.
+
+One table says what an epilogue may be. :data:`ACTIVATIONS` has the activations, as NumPy and torch have them; their tile code is
+the function of the same name in :mod:`tiledsched.kernels.epilogue_tiles`. :class:`Epilogue` has the fields of problems and the
+arrays; the declaration of a product with an epilogue derives from it and from the plain product. Constants, references, the
+rivals' functions and FLOPs follow from these.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy
+
+import tiledsched.core.fields as ts
+from tiledsched.core.cost import Cost
+from tiledsched.core.device import ArchSpec
+from tiledsched.core.errors import ProblemError, did_you_mean
+from tiledsched.core.registry import kernel_named
+from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import Similarity
+from tiledsched.kernels.glu.declaration import erfc
+
+E4M3 = "float8_e4m3fn"
+LARGEST_E4M3 = 448.0
+"""The largest number of the type, to which larger ones are cut."""
+
+
+class Activation(NamedTuple):
+    """An activation, in NumPy and in torch."""
+
+    exact: Callable[[Any, Any], Any]
+    """`exact(xp, x)`, in the precision of x."""
+    torch: Callable[[Any, Any], Any]
+    """`torch(F, x)`, where F is `torch.nn.functional`."""
+    slope: Callable[[Any, Any, Any], Any]
+    """`slope(aten, d, x)`: the gradient of x, where d is that of the result and aten is `torch.ops.aten`."""
+
+
+def _share(xp: Any, x: Any) -> Any:
+    """The logistic function of 2 * x."""
+    return 0.5 * (1.0 + xp.tanh(x))
+
+
+ACTIVATIONS = {
+    "none": Activation(lambda xp, x: x, lambda F, x: x, lambda aten, d, x: d),
+    "relu": Activation(
+        lambda xp, x: xp.maximum(x, 0.0), lambda F, x: F.relu(x), lambda aten, d, x: aten.threshold_backward(d, x, 0)
+    ),
+    "squared_relu": Activation(
+        lambda xp, x: xp.maximum(x, 0.0) ** 2, lambda F, x: F.relu(x) ** 2, lambda aten, d, x: d * 2.0 * x.clamp(min=0)
+    ),
+    "silu": Activation(
+        lambda xp, x: x * _share(xp, 0.5 * x), lambda F, x: F.silu(x), lambda aten, d, x: aten.silu_backward(d, x)
+    ),
+    "gelu": Activation(
+        lambda xp, x: 0.5 * x * erfc(xp, x / -math.sqrt(2.0)),
+        lambda F, x: F.gelu(x),
+        lambda aten, d, x: aten.gelu_backward(d, x),
+    ),
+    "gelu_tanh": Activation(
+        lambda xp, x: x * _share(xp, math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)),
+        lambda F, x: F.gelu(x, approximate="tanh"),
+        lambda aten, d, x: aten.gelu_backward(d, x, approximate="tanh"),
+    ),
+}
+"""Name -> what it computes; squared_relu is the square of relu, and gelu_tanh the approximation of gelu by tanh."""
+
+
+class Epilogue:
+    """The fields and arrays of a product with an epilogue; C `[m, n]` is of the type `out_dtype`."""
+
+    activation = ts.choice(*ACTIVATIONS)
+    bias = ts.flag()
+    gate = ts.flag()
+    residual = ts.flag()
+    out_dtype = ts.dtype("bfloat16", "float16", E4M3)
+
+    C = ts.out("m n", dtype="out_dtype")
+    Bias = ts.array("n", when="bias")
+    Gate = ts.array("k n", layout="b_layout", when="gate")
+    Residual = ts.array("m n", when="residual")
+    Scale = ts.array("1", dtype="float32", when="quantised")
+
+    epilogue: ClassVar[Callable[..., Any] | None] = None
+    """An author's own function in the place of the activation."""
+    own_arrays: ClassVar[tuple[str, ...]] = ()
+    """The names of the arrays that it takes."""
+    requires: ClassVar[Mapping[str, str]] = {
+        f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"
+    }
+
+
+ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField) and each.role == "in")
+"""The names of the arrays that are read, in the order in which functions take them."""
+
+
+DERIVED: dict[str, Callable[[Any], bool]] = {
+    "quantised": lambda p: bool(p.out_dtype == E4M3),
+    "whole_rows": lambda p: p.n % 16 == 0,
+}
+"""Whether the result is divided by a scale and rounded to 8 bits, and whether the TMA unit may store it."""
+CONSTRAINTS = {"not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products"}
+"""What every product with an epilogue asks of schedules."""
+
+
+OTHER_EPILOGUE = 0.1
+"""The distance between two products that differ in one part of their epilogues."""
+
+
+@functools.lru_cache(maxsize=4096)
+def plain(p: Any) -> Any:
+    """The plain product that takes as long: with as many columns as both products of a gated one have together."""
+    product = kernel_named(p.declaration.space)
+    kept = {name: p.values[name] for name in product.fields}
+    return product.problem(**kept | {"n": p.n * (1 + p.values.get("gate", False))})
+
+
+class EpilogueCost(Cost):
+    """The time of the product, or of both; the class that stands behind it in a declaration's is that of the plain product."""
+
+    def model(self, p: Any, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
+        """That of the plain product."""
+        return super().model(plain(p), s.replace(TILE_N=s.number("TILE_N") * (1 + p.gate)), facts, spec)
+
+
+class EpilogueSimilarity(Similarity):
+    """How products with epilogues compare, with one another and with plain products, whose schedules they take."""
+
+    def kind(self, p: Any) -> tuple[Any, ...]:
+        """That of the plain product."""
+        return super().kind(plain(p))
+
+    def timing_features(self, p: Any) -> tuple[float, ...]:
+        """Those of the plain product."""
+        return super().timing_features(plain(p))
+
+    def distance(self, p: Any, q: Any) -> float:
+        """That of the plain products; more where epilogues differ."""
+        mine = (each for each in vars(Epilogue) if each in p.values and each in q.values)
+        return super().distance(plain(p), plain(q)) + OTHER_EPILOGUE * sum(p.values[x] != q.values[x] for x in mine)
+
+
+def arrays_of(p: Any) -> tuple[str, ...]:
+    """The names of the epilogue's arrays that a problem has, an author's own among them."""
+    names = (*ARRAYS, *getattr(p.declaration, "own_arrays", ()))
+    return tuple(name for name in names if p.declaration.present(name, p))
+
+
+def unit_inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
+    """A such that sums are of the size of 1, where activations are curved, and a scale with which few results are cut."""
+    scale = 2.0 ** rng.integers(-7, -4, size=1)
+    return {
+        "A": rng.standard_normal((p.m, p.k), dtype=numpy.float32) / math.sqrt(p.k),
+        "Scale": scale.astype("float32"),
+    }
+
+
+def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Scale: Any, **own: Any) -> Any:
+    """The result of sums `[rows, columns]` in their own precision, by NumPy or CuPy.
+
+    Args:
+        xp: numpy or cupy.
+        p: the problem.
+        sums, gate: the products of A and B, and of A and Gate, or None.
+        Bias, Residual, Scale: arrays of the problem that broadcast to the sums, or None.
+        own: the arrays of an author's own epilogue, by name.
+    """
+    activated: Callable[[Any], Any] = lambda x: ACTIVATIONS[p.activation].exact(xp, x)  # noqa: E731
+    if p.declaration.epilogue is not None:
+        activated = lambda x: p.declaration.apply_own(xp, x, own)  # noqa: E731
+    sums = combined(activated, sums, gate, Bias, Residual)
+    return sums if Scale is None else xp.clip(sums / Scale, -LARGEST_E4M3, LARGEST_E4M3)
+
+
+def in_torch(p: Any, product: Callable[..., Any], operands: int) -> Callable[..., Any]:
+    """The function of a problem's inputs as torch has it: every operation rounds, unless torch.compile fuses it with others.
+
+    Args:
+        p: the problem.
+        product: computes the plain product, of A, B and what else it takes.
+        operands: how many arrays that are; those of the epilogue follow.
+    """
+    import torch
+
+    def call(*tensors: Any) -> Any:
+        (A, B, *more), given = tensors[:operands], dict(zip(arrays_of(p), tensors[operands:], strict=True))
+        gate, scale = product(A, given["Gate"], *more) if p.gate else None, given.get("Scale")
+        activated = functools.partial(ACTIVATIONS[p.activation].torch, torch.nn.functional)
+        out = combined(activated, product(A, B, *more), gate, given.get("Bias"), given.get("Residual"))
+        if scale is None:
+            return out
+        return (out.float() / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+
+    return call
+
+
+def combined(activated: Callable[[Any], Any], sums: Any, gate: Any, bias: Any, residual: Any) -> Any:
+    """What stands in parentheses at the top of this file, of arrays of any library."""
+    sums = sums if bias is None else sums + bias
+    sums = activated(sums) if gate is None else activated(gate) * sums
+    return sums if residual is None else sums + residual
+
+
+def read_call(
+    input: Any,
+    other: Any,
+    bias: Any,
+    activation: str | None,
+    gate: Any,
+    residual: Any,
+    out_scale: Any,
+    epilogue: Any,
+    arrays: tuple[Any, ...],
+) -> tuple[dict[str, Any], Any, list[Any]]:
+    """The fields of a call's problems, its second operand, and the tensors that its operator takes behind the operands.
+
+    The arguments are those of `tiledsched.matmul`.
+
+    Raises:
+        ProblemError: a word is not known, or arguments exclude each other.
+    """
+    if activation is not None and activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ProblemError(f"activation = {activation!r}; known are {known}{did_you_mean(activation, ACTIVATIONS)}")
+    if epilogue is not None and activation is not None:
+        raise ProblemError("epilogue stands in the place of the activation; give one of them")
+    if arrays and epilogue is None:
+        raise ProblemError("arrays are what an epilogue of yours reads, and there is none; give epilogue, too")
+    if isinstance(gate, str):
+        gate, other = columns_of_both(other, gate)
+    fields = {
+        "activation": activation or "none",
+        "bias": bias is not None,
+        "gate": gate is not None,
+        "residual": residual is not None,
+        "out_dtype": str(input.dtype).removeprefix("torch.") if out_scale is None else E4M3,
+    }
+    scale = None if out_scale is None else out_scale.reshape(-1)
+    return fields, other, [*(each for each in (bias, gate, residual) if each is not None), scale, *arrays]
+
+
+def columns_of_both(other: Any, order: str) -> tuple[Any, Any]:
+    """The gate's columns, and the others, of a tensor `[..., k, 2 * n]` that holds both.
+
+    Raises:
+        ProblemError: the order is not known, or the tensor does not lie so.
+    """
+    if order not in ("halves", "interleaved"):
+        raise ProblemError(f"gate = {order!r}; it is a tensor, 'halves' or 'interleaved'")
+    columns = other.shape[-1]
+    if columns % 2:
+        raise ProblemError(f"with gate = {order!r} other has an even number of columns, got shape {tuple(other.shape)}")
+    if order == "halves":
+        return other[..., : columns // 2], other[..., columns // 2 :]
+    if other.stride(-2) != 1:
+        raise ProblemError(
+            "interleaved columns are those of a column-major matrix, such as weight.t(); lay other out anew, or give its "
+            "columns in halves"
+        )
+    return other[..., ::2], other[..., 1::2]

@@ -1,0 +1,148 @@
+"""The declaration of matrix products with an epilogue: that of the plain product, with the fields of `kernels.epilogues`.
+
+What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tiledsched.core.fields as ts
+from tiledsched.core.cost import LAUNCH_US
+from tiledsched.core.kernel import Kernel
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.epilogues import (
+    CONSTRAINTS,
+    DERIVED,
+    E4M3,
+    Epilogue,
+    EpilogueCost,
+    EpilogueSimilarity,
+    arrays_of,
+    exactly,
+    unit_inputs,
+)
+from tiledsched.kernels.matmul.declaration import PAD_TILE, TOKENS, Matmul, MatmulSimilarity, Values
+from tiledsched.kernels.matmul_epilogue.rivals import is_fused, raced
+from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
+from tiledsched.kernels.product_schedules import Launch, product_launches
+
+SWIGLU, ADDED, BIASED = {"gate": True, "activation": "silu"}, {"residual": True}, {"bias": True}
+MODELS: dict[str, tuple[tuple[int, int, Values], ...]] = {
+    "llama_8b": ((14336, 4096, SWIGLU), (4096, 14336, ADDED), (4096, 4096, ADDED)),
+    "llama_70b": ((28672, 8192, SWIGLU), (8192, 28672, ADDED), (8192, 8192, ADDED)),
+    "qwen3_8b": ((12288, 4096, SWIGLU), (4096, 12288, ADDED), (4096, 4096, ADDED)),
+    "qwen2_7b": ((4608, 3584, BIASED), (18944, 3584, SWIGLU), (3584, 18944, ADDED)),
+    "gpt2_xl": ((6400, 1600, BIASED | {"activation": "gelu_tanh"}), (1600, 6400, BIASED | ADDED)),
+}
+"""Model -> (n, k, epilogue) of its linear layers, from published configurations (Llama 3.1, Qwen 3 and 2.5, GPT-2)."""
+WAITS = "the compiler (13.5) waits for every single product in such loops over work tiles"
+PASS_BYTES_PER_US = 3.5e6
+"""What an elementwise kernel moves on an H200, about."""
+COMPILED_HOST_US = 25.0
+"""By how much longer the host takes for a call of what torch.compile makes than for one of cuBLAS, about."""
+
+
+class MatmulEpilogueCost(EpilogueCost, ProductCost):
+    """The time of a product, or of two."""
+
+    def lent_times(self, p: Any) -> Mapping[str, tuple[str, float, float]]:
+        """cuBLAS alone takes as long as the plain product, and reads the residual; for other epilogues another kernel reads and
+        writes all results once more."""
+        moved = ELEMENT_BYTES * p.m * p.n * (p.residual + (0 if is_fused(p) else 2 + p.gate))
+        pass_us = moved / PASS_BYTES_PER_US
+        if is_fused(p):
+            return {"cublas_fused": ("torch", pass_us, 0.0)}
+        own = p.declaration.epilogue is not None
+        return {} if own else {"torch_compile": ("torch", LAUNCH_US + pass_us, COMPILED_HOST_US)}
+
+
+class MatmulEpilogueSimilarity(EpilogueSimilarity, MatmulSimilarity):
+    """How products with epilogues compare."""
+
+
+class MatmulEpilogue(Epilogue, Matmul, Kernel):
+    """C `[m, n]` = quantised(activation(A @ B + Bias) + Residual); with Gate activation(A @ Gate) * (A @ B + Bias) in its place.
+
+    A is `[m, k]`, B and Gate are `[k, n]`. Each part but the product may be missing. All is computed in float32 and rounded once.
+    """
+
+    name = "matmul_epilogue"
+    space = timed_with = Matmul.name
+    derived = Matmul.derived | DERIVED
+    PaddedGate = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
+
+    knobs = Matmul.knobs | {
+        "TILE_N": ts.knob((128, 256, 64, 32), about="columns of a work tile", weight=1.0),
+        "TMA_STORE": ts.knob((False, True), about="whether the TMA unit stores the result", weight=0.4),
+    }
+    plain = Matmul.plain | {"TMA_STORE": False}
+    constraints = (
+        Matmul.constraints
+        | CONSTRAINTS
+        | {
+            "not TMA_STORE or whole_rows": "the TMA unit stores rows that are whole groups of 16 elements",
+            "not TMA_STORE or SPLIT_K <= 1": "a sum behind shares has tiles of its own",
+            "compute_capability != 90 or not PERSISTENT or (REST_N == 0 and TMA_STORE == (TILE_N < 256))": WAITS,
+            "compute_capability != 90 or not PERSISTENT or TILE_N >= 256 or num_ctas == 1": WAITS,
+            "compute_capability != 90 or not PERSISTENT or gate or not quantised": WAITS,
+            "not gate or TILE_K > 32 or shared_memory_bytes <= 166912": "short steps are for little shared memory",
+            "not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share",
+        }
+    )
+    suites = {
+        name: [{"m": m, "n": n, "k": k, "b_layout": "column", **epilogue} for n, k, epilogue in shapes for m in TOKENS]
+        for name, shapes in MODELS.items()
+    }
+    cost = MatmulEpilogueCost()
+    similarity = MatmulEpilogueSimilarity()
+    compiled_rivals = ("torch_compile",)
+    rivals = staticmethod(raced)
+    inputs = staticmethod(unit_inputs)
+
+    @staticmethod
+    def launches(p: Problem, s: Schedule, device: Any) -> list[Launch]:
+        """Those of the plain product, the last of which finishes the sums."""
+        from tiledsched.kernels.matmul.tiles import matmul_partial, pad_a, pad_b
+        from tiledsched.kernels.matmul_epilogue import tiles
+
+        kernel: Any = p.declaration
+        words = "_padded" if s["PAD"] else "" if s.number("SPLIT_K") > 0 else "_in_shares"
+        made = (tiles.entry_of(f"matmul_epilogue{words}", kernel, p.activation, arrays_of(p)), matmul_partial)
+        combine = tiles.entry_of("combine_epilogue", kernel, p.activation, arrays_of(p))
+        found = product_launches(p, s, device, *made, combine)
+        if not s["PAD"]:
+            return found
+        columns = p.padded_k // PAD_TILE, p.padded_n // PAD_TILE
+        gates = [(tiles.pad_gate, columns)] if p.gate else []
+        return [(pad_a, (p.padded_m // PAD_TILE, columns[0])), (pad_b, columns), *gates, *found]
+
+    @staticmethod
+    def flops(p: Problem) -> float:
+        """Those of the products."""
+        return Matmul.flops(p) * (1 + p.gate)
+
+    @staticmethod
+    def reference(  # type: ignore[override]
+        xp: Any, A: Any, B: Any, Bias: Any, Gate: Any, Residual: Any, Scale: Any, p: Problem, **arrays: Any
+    ) -> Any:
+        """The finished sums."""
+        own = {name: arrays[name] for name in p.declaration.own_arrays}  # type: ignore[attr-defined]
+        return exactly(xp, p, A @ B, None if Gate is None else A @ Gate, Bias, Residual, Scale, **own)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Sizes that no tile divides, both layouts, rows that TMA cannot load, and every part of an epilogue."""
+        small = {"m": 70, "n": 150, "k": 100, "b_layout": "column"}
+        made: list[Values] = [
+            {"m": 150, "n": 136, "k": 104, "bias": True, "activation": "gelu", "residual": True},
+            small | {"gate": True, "activation": "silu"},
+            small | {"gate": True, "activation": "squared_relu", "bias": True, "residual": True, "b_layout": "row"},
+            {"m": 130, "n": 72, "k": 200, "a_layout": "column", "activation": "gelu_tanh", "out_dtype": E4M3},
+            {"m": 3, "n": 5, "k": 1, "activation": "relu", "residual": True, "bias": True},
+            {"m": 1, "n": 64, "k": 72, "bias": True, "dtype": "float16", "out_dtype": "float16"},
+            {"m": 65, "n": 129, "k": 64, "gate": True, "residual": True, "bias": True, "out_dtype": E4M3},
+        ]
+        return [MatmulEpilogue.problem(**values) for values in made]

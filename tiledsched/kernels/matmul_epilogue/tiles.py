@@ -1,0 +1,123 @@
+"""The tile code of matrix products with an epilogue: that of the plain product, up to what becomes of the sums.
+
+The order of the work tiles, the main loop, the copies of operands that TMA cannot load, and the shares of k are those of
+`kernels.matmul.tiles`, whose own kernels stay as they are. A gate is a second product of the same rows of A, whose sums are held
+beside those of the first, so that a work tile has half as many columns.
+"""
+
+# Tile code is typed by cuTile, not by Python.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import functools
+
+import cuda.tile as ct
+
+from tiledsched.kernels.epilogue_tiles import Entry, entry_with, finished
+from tiledsched.kernels.matmul.tiles import (
+    MatmulConstants as MatmulConstants,
+    column_of,
+    copy_tile,
+    main_loop,
+    part_view,
+    row_view,
+)
+from tiledsched.kernels.products import Bool as Bool, Int as Int, elements_of, place_of, sum_of_shares
+
+PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY")
+SUM = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")
+SCHEDULE = "schedule_tiles(A, B, Gate, C, extras, MatmulConstants({}, 1{}))"
+ENTRIES = {
+    "matmul_epilogue": Entry("A B Gate", (*PRODUCT, "TMA_STORE"), SCHEDULE.format(", ".join(PRODUCT), "")),
+    "matmul_epilogue_in_shares": Entry(
+        "A B Gate", (*PRODUCT, "TMA_STORE", "SHARES"), SCHEDULE.format(", ".join(PRODUCT), ", SHARES")
+    ),
+    "matmul_epilogue_padded": Entry(
+        "PaddedA PaddedB PaddedGate",
+        (*PRODUCT, "TMA_STORE"),
+        SCHEDULE.format(", ".join(PRODUCT), "").replace("A, B, Gate", "PaddedA, PaddedB, PaddedGate"),
+    ),
+    "combine_epilogue": Entry("Partial", SUM, f"combine(Partial, C, extras, {', '.join(SUM)})"),
+}
+ROW_ELEMENTS = 16
+"""Elements of which rows of C are multiples where the TMA unit stores them."""
+
+
+@functools.lru_cache(maxsize=256)
+def entry_of(name, kernel, activation, present):
+    """A kernel of :data:`ENTRIES`; see :func:`tiledsched.kernels.epilogue_tiles.entry_with`."""
+    return entry_with(name, ENTRIES[name], kernel, activation, present, globals())
+
+
+def pad_gate(Gate, PaddedGate, PAD_ROWS: Int, PAD_COLUMNS: Int):
+    """Copy Gate into PaddedGate, with zeros behind its rows and columns."""
+    copy_tile(Gate, PaddedGate, PAD_ROWS, PAD_COLUMNS)
+
+
+def schedule_tiles(A, B, Gate, C, extras, const):
+    """All of the current block's work tiles."""
+    tiles_m = ct.cdiv(C.shape[0], const.TILE_M)
+    tiles_n = ct.cdiv(C.shape[1], const.TILE_N + const.REST_N)
+    if const.PERSISTENT:
+        for index in range(ct.bid(0), tiles_m * tiles_n, ct.num_blocks(0)):
+            multiply(A, B, Gate, C, place_of(index, tiles_m, tiles_n, const), extras, const)
+    else:
+        multiply(A, B, Gate, C, place_of(ct.bid(0), tiles_m, tiles_n, const), extras, const)
+
+
+def multiply(A, B, Gate, C, work, extras, const):
+    """One work tile, start to finish."""
+    if Gate is None:
+        accumulators = main_loop(A, B, work, const)
+        store(C, work, 0, accumulators[0], None, extras, const)
+        if const.REST_N and column_of(work, 1, const) * const.REST_N < C.shape[1]:
+            store(C, work, 1, accumulators[1], None, extras, const)
+    else:
+        acc, gate = accumulate_gated(A, B, Gate, work, const)
+        store(C, work, 0, acc, gate, extras, const)
+
+
+def accumulate_gated(A, B, Gate, work, const):
+    """The sums of both products, each `[TILE_M, TILE_N]` in float32."""
+    latency = None if const.LATENCY == 0 else const.LATENCY
+    rows = row_view(A, const)
+    columns, gates = part_view(B, const.TILE_K, 0, const), part_view(Gate, const.TILE_K, 0, const)
+    acc = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
+    gate = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
+    for step in range(ct.cdiv(A.shape[1], const.TILE_K)):
+        a = rows.load((work.row, step), latency=latency)
+        acc = ct.mma(a, columns.load((step, work.column), latency=latency), acc)
+        gate = ct.mma(a, gates.load((step, work.column), latency=latency), gate)
+    return acc, gate
+
+
+def store(C, work, PART, acc, gate, extras, const):
+    """Finish and store one part of a work tile."""
+    place = (work.row, column_of(work, PART, const))
+    width = const.REST_N if PART else const.TILE_N
+    row, column = elements_of(work.row, place[1], const.TILE_M, width)
+    if const.REST_N and PART == 0:  # the first parts of work tiles stand apart
+        column = column + work.column * const.REST_N
+    bias, residual = None, None
+    if extras.bias is not None:
+        bias = ct.gather(extras.bias, column)
+    if extras.residual is not None:
+        residual = part_view(extras.residual, const.TILE_M, PART, const).load(place)
+    tile = finished(acc, gate, bias, residual, row, column, extras).astype(C.dtype)
+    if extras.TMA_STORE:
+        C = C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ROW_ELEMENTS))
+    part_view(C, const.TILE_M, PART, const).store(place, tile)
+
+
+def combine(Partial, C, extras, SPLIT_K, COMBINE_M, COMBINE_N, EVEN):
+    """C = the finished sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. EVEN: tiles divide C."""
+    row, column = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
+    total = sum_of_shares(Partial, row, column, SPLIT_K, EVEN)
+    bias, residual = None, None
+    if extras.bias is not None:
+        bias = ct.gather(extras.bias, column, check_bounds=not EVEN)
+    if extras.residual is not None:
+        residual = ct.gather(extras.residual, (row, column), check_bounds=not EVEN)
+    tile = finished(total, None, bias, residual, row, column, extras)
+    ct.scatter(C, (row, column), tile.astype(C.dtype), check_bounds=not EVEN)
