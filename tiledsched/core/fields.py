@@ -95,7 +95,8 @@ class Choice:
             value = ALSO_CALLED.get(value, value)
         if value not in self.words:
             raise ValueError(
-                f"{name} must be one of {', '.join(self.words)}, got {value!r}{did_you_mean(value, self.words)}"
+                f"{name} must be one of {', '.join(each or repr(each) for each in self.words)}, got {value!r}"
+                f"{did_you_mean(value, self.words)}"
             )
         return str(value)
 
