@@ -69,7 +69,7 @@ EPILOGUES: dict[str, tuple[Any, ...]] = {
     "out_dtype": (*HALVES, "float8_e4m3fn"),
 }
 UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "attention": ATTENTION | {"lse": FLAG, "page": (0, 0, 64)},
+    "attention": ATTENTION | {"lse": FLAG, "page": (0, 0, 64), "kv8": ("", "", "", "", "tensor", "head", "page")},
     "attention_backward": ATTENTION | {"deterministic": FLAG, "dlse": FLAG},
     "matmul": {
         "m": (1, 17, 129, 1000),
@@ -92,7 +92,7 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "m": (1, 17, 129, 1000),
         "n": (16, 144, 1024),
         "k": (16, 272, 4096),
-        "scales": ("row", "tensor"),
+        "scales": ("row", "tensor", "block"),
         "dtype": ("float8_e4m3fn", "float8_e5m2"),
         "out_dtype": (*HALVES, "float32"),
         "fast_accum": FLAG,
@@ -116,11 +116,13 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         **EPILOGUES,
     },
     "rms_norm": ROWS | {"residual": FLAG},
+    "rms_norm_quantized": ROWS | {"residual": FLAG, "static": FLAG},
     "rms_norm_backward": ROWS | {"residual": FLAG, "columns": (1, 33, 768, 1000, 4097, 16400)},
     "softmax": ROWS,
     "softmax_backward": ROWS,
     "layer_norm": ROWS | {"weighted": FLAG, "biased": FLAG},
     "glu": ROWS | {"activation": ("silu", "gelu", "gelu_tanh")},
+    "glu_quantized": ROWS | {"activation": ("silu", "gelu", "gelu_tanh"), "static": FLAG},
     "rope": {
         "batch": (1, 3),
         "seq": (1, 5, 300),
@@ -142,7 +144,7 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Kernel -> values of the fields of problems that are in no table; problems are drawn so that all pairs of values occur."""
 UNTUNED["rope_in_place"] = UNTUNED["rope"]
-MOST_DRAWN = 36
+MOST_DRAWN = 48
 """Problems drawn of a kernel."""
 TILED = {
     "rows": "TILE_ROWS",

@@ -177,6 +177,11 @@ def run_empty(device: str = "cuda") -> list[Outcome]:
         "rms_norm": (ts.rms_norm, [row[:2]]),
         "layer_norm": (ts.layer_norm, [row, [(2, 0, 96), (96,)]]),
         "glu": (ts.swiglu, [row[:1]]),
+        "rms_norm_quantized": (
+            lambda x, w: tuple(each.float() for each in ts.rms_norm(x, w, quantize="row")),
+            [row[:2], [(2, 0, 96), (96,)]],
+        ),
+        "glu_quantized": (lambda x: ts.swiglu(x, quantize=one)[0].float(), [row[:1], [(2, 0, 96)]]),
         "matmul": (ts.matmul, [((m, k), (k, n)) for m, n, k in ((0, 64, 32), (64, 0, 32), (64, 32, 0))]),
         "matmul_epilogue": (
             lambda a, b: ts.matmul(a, b, None, "gelu", b, a @ b),

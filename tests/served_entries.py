@@ -43,7 +43,7 @@ def entry(problem: Problem, provenance: str = "measured", *, device: str = "NVID
         "arch": "sm_90",
         "problem": problem,
         "provenance": provenance,
-        "schedule": default(problem),
+        "schedule": more["schedule"] if "schedule" in more else default(problem),
         "device_name": device if measured else "",
         "regime": "burst" if measured else "",
         "measurement": SUMMARY if measured else None,

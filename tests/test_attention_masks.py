@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -14,7 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tiledsched import configure
-from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.errors import ConfigError, UnsupportedError
+from tiledsched.core.registry import load_kernel, place_of
+from tiledsched.kernels.attention.lists import lists_kernel
+from tiledsched.kernels.attention.shipped_mods import boolean_mask
+from tiledsched.kernels.attention.variants import variant
+from tiledsched.kernels.attention_backward.masks import mask_kernel
+from tiledsched.kernels.attention_backward.variants import gradient_of
+from tiledsched.measure.runner import Device
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.masks import read_mask_tensor
 
@@ -320,3 +329,37 @@ def test_autocast_casts_the_mask_too(own) -> None:
     assert not out[..., 2, :].any()
     torch.testing.assert_close(out, wanted, **TOLERANCE[torch.bfloat16])
     assert len(own) == 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "rows", "dropout_p", "served"),
+    [("sm_90", 70, 0.0, True), ("sm_90", 1, 0.0, False), ("sm_90", 70, 0.5, False), ("sm_100", 70, 0.0, False)],
+)
+def test_our_kernel_computes_masks_where_they_were_faster_unless_told_otherwise(
+    arch, rows, dropout_p, served, own, quiet
+) -> None:
+    q, k, v = tensors(rows=rows, keys=33)
+    own.runtime.read_device = lambda index: Device(arch=arch, name="a GPU", sm_count=132)
+    with configure(masks="auto", fallback="torch"):
+        serve.sdpa(q, k, v, torch.ones(rows, 33, dtype=torch.bool), dropout_p)
+    assert len(own) == (2 if served else 0)
+
+
+def test_another_process_finds_the_kernels_of_masks() -> None:
+    """By a place that it is told, and nothing else: torch serves while it compiles them."""
+    made = [mask_kernel(True, 4, "uint8"), mask_kernel(False, 3, "float32")]
+    kernels = [*made, *map(gradient_of, made), lists_kernel(boolean_mask, [(4, "uint8")])]
+    code = "import sys; from tiledsched.core.registry import load_kernel; print(*(load_kernel(each).name for each in sys.argv[1:]))"
+    found = subprocess.run(
+        [sys.executable, "-c", code, *map(place_of, kernels)], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == [each.name for each in kernels]
+    own = variant(None, lambda_mask, [(4, "uint8")])
+    assert place_of(own) == ""
+    with pytest.raises(ConfigError, match="declares no kernel"):
+        load_kernel(place_of(made[0]).replace(made[0].identity, "0" * 8))
+
+
+def lambda_mask(b, h, q_idx, kv_idx, mask):
+    """A mask of an author's own."""
+    return boolean_mask(b, h, q_idx, kv_idx, mask)

@@ -14,7 +14,7 @@ import numpy
 import pytest
 from served_entries import SUMMARY
 
-from tiledsched.bake.baking import Baking, TableChoice, _measured_losses, choices
+from tiledsched.bake.baking import DOUBT, MODEL, Baking, TableChoice, _measured_losses, choices
 from tiledsched.bake.patch import Patch
 from tiledsched.bake.text import clauses, conjunction, source
 from tiledsched.bake.tree import NEVER, between, grow
@@ -25,6 +25,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Conditions
 from tiledsched.serve.chain import Served
+from tiledsched.serve.entries import load_table
 from tiledsched.store.records import Entry
 
 SITE = '''"""A user's file."""
@@ -176,6 +177,21 @@ def test_a_tree_is_exact_or_as_small_as_asked_and_never_leads_where_nothing_runs
     assert few.loss <= grow(problems, losses, 2).loss < grow(problems, losses, 1).loss
     assert 3 not in {leaf.best for leaf in few.leaves()}
     assert [between(16, 512), between(3000, 4000), between(5, 6), between(0, 1)] == [128, 3464, 5, 0]
+
+
+def test_more_questions_and_more_leaves_never_lose_more(monkeypatch):
+    problems = [{"m": m, "k": k} for k in (1, 2, 3) for m in (1, 2, 3, 4)]
+    rng, gains = random.Random(1), []
+    for _ in range(20):
+        losses = numpy.array([[rng.choice((0, 0, 0.1, 0.2, 0.5)) for _ in range(4)] for _ in problems])
+        wide = [grow(problems, losses, most).loss for most in range(1, 13)]
+        with monkeypatch.context() as patched:
+            patched.setattr("tiledsched.bake.tree.WIDTH", 1)
+            narrow = [grow(problems, losses, most).loss for most in range(1, 13)]
+        assert wide == sorted(wide, reverse=True)
+        assert all(one <= other for one, other in zip(wide, narrow, strict=True))
+        gains.append(max(other - one for one, other in zip(wide, narrow, strict=True)))
+    assert max(gains) > 0.25
 
 
 @pytest.mark.parametrize(
@@ -350,12 +366,8 @@ def test_the_command_writes_and_checks(home, cli, monkeypatch):
 
 def test_what_was_timed_counts_and_what_was_not_is_estimated(home):
     kernel = load_kernel("matmul")
-    known, other = choices(
-        kernel,
-        ["sm_90"],
-        [kernel.problem(m=4096, n=4096, k=4096), kernel.problem(m=3000, n=4096, k=4096)],
-        Settings(),
-        losses=True,
+    known, other, _ = choices(
+        kernel, ["sm_90"], [kernel.problem(m=m, n=4096, k=4096) for m in (4096, 3000, 16)], Settings(), losses=True
     )
     assert known.served.is_own
     assert not other.measured
@@ -363,6 +375,15 @@ def test_what_was_timed_counts_and_what_was_not_is_estimated(home):
     assert len(known.measured) > 1
     assert [each.loss(each.served.schedule) for each in (known, other)] == [0.0, 0.0]
     assert known.loss(Schedule(TILE_M=1)) == NEVER
+    table = load_table(Settings(), kernel=kernel, archs={"sm_90"})
+    whole, half = (table.nearby(other.problem, "sm_90", model=share) for share in (1.0, MODEL))
+    estimates = [
+        [judge.mean_loss(each) - judge.mean_loss(other.served.schedule) for each in other.estimated]
+        for judge in (whole, half)
+    ]
+    assert sum(map(abs, estimates[1])) < sum(map(abs, estimates[0]))
+    surcharges = [found - each for found, each in zip(other.estimated.values(), estimates[1], strict=True)]
+    assert {round(each, 6) for each in surcharges} == {0.0, DOUBT}
 
 
 def test_only_times_beside_the_choices_own_count():

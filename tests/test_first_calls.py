@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -166,6 +167,28 @@ def test_gradients_are_torchs_until_their_programs_are_built_or_waited_for_where
     assert max(errors(gradients(), wanted)) < 4e-3
     assert len(serving.launches) > launched
     assert bool(serving.builds.requests) is not deterministic
+
+
+@pytest.mark.parametrize("kind", ["boolean", "added"])
+def test_torch_computes_a_mask_until_its_programs_are_built(serving, kind) -> None:
+    """The program of the lists of blocks is not waited for either; until it is built, every block is visited."""
+    q, k, v = given = [each.requires_grad_() for each in tensors(rows=70, keys=33)]
+    seen = torch.rand(70, 33) > 0.3
+    mask = seen if kind == "boolean" else torch.where(seen, 0.5, -math.inf).half()
+    for launched in (0, None, 2):
+        out = serve.sdpa(q, k, v, mask)
+        wanted = functional.scaled_dot_product_attention(
+            *(each.float() for each in (q, k, v)), mask.to(mask.dtype if kind == "boolean" else torch.float32)
+        )
+        torch.testing.assert_close(out.float(), wanted, **TOLERANCE[q.dtype])
+        dout = torch.randn_like(out)
+        for one, other in zip(
+            torch.autograd.grad(out, given, dout), torch.autograd.grad(wanted, given, dout.float()), strict=True
+        ):
+            torch.testing.assert_close(one.float(), other.float(), **TOLERANCE[q.dtype])
+        assert launched is None or bool(serving.launches) is bool(launched)
+        serving.builds.finish()
+    assert (serving.builds.awaited, serving.compiled_here) == (0, [])
 
 
 @pytest.mark.slow

@@ -262,6 +262,18 @@ def test_products_of_8_bit_floats(m, scales) -> None:
     assert_near(ts.scaled_matmul(a, b.t(), scale_a, scale_b, out_dtype=torch.float32), wanted, 2.5e-4)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (16, 272, 512), (300, 400, 1040), (129, 1024, 7168)])
+def test_products_of_8_bit_floats_with_scales_of_blocks(m, n, k) -> None:
+    a, b = (normal(*shape).to(torch.float8_e4m3fn) for shape in ((m, k), (n, k)))
+    steps = -(-k // 128)
+    scale_a, scale_b = (10 ** normal(*shape).float() for shape in ((m, steps), (-(-n // 128), steps)))
+    left = a.double() * scale_a.repeat_interleave(128, 1)[:, :k]
+    right = b.double() * scale_b.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    for lying in (scale_a, scale_a.t().contiguous().t()):
+        got = ts.scaled_matmul(a, b.t(), lying, scale_b.t(), out_dtype=torch.float32)
+        assert_near(got, left @ right.t(), 2.5e-4)
+
+
 @pytest.mark.parametrize("ends", [(0, 0, 5, 5, 133, 300), (50, 100, 150, 200, 250, 300), (300,) * 6])
 def test_products_of_groups(ends) -> None:
     a, b = normal(300, 256), normal(6, 192, 256).transpose(1, 2)
@@ -304,9 +316,14 @@ def test_a_search_is_answered_from_what_it_stored() -> None:
             check=True,
         )
 
-    first = search()
-    measured = len(calls)
+    first, second = search(), search()
+    for _ in range(20):  # nothing is stored while another process runs on the GPU, as other files of tests do
+        if second == first:
+            break
+        first, second = second, search()
+    assert second == first
     assert torch.equal(out, 2 * x)
     assert len(first.successes) == 3
+    measured = len(calls)
     assert search() == first
     assert len(calls) <= measured + 1

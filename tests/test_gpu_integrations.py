@@ -287,3 +287,28 @@ def test_a_model_takes_a_training_step_by_the_kernel(serve, how) -> None:
     errors = {name: float((gradients[name] - each).norm() / each.norm()) for name, each in wanted.items()}
     print(how, max(errors.items(), key=lambda each: each[1]))
     assert max(errors.values()) < 0.05
+
+
+def test_engines_are_served_on_the_gpu_and_in_graphs(monkeypatch) -> None:
+    """Through stand-ins of the registries of vLLM and FlashInfer, which choose by the tensors on the GPU."""
+    from test_engines import IrOp, stand_in
+
+    from tiledsched.ops.integrations import flashinfer as door, vllm as provider
+
+    for engine in ("vllm", "flashinfer"):
+        stand_in(monkeypatch, engine)
+    provider.register()
+    x, residual = torch.randn(2, 3, 37, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    calls = [
+        (door.solution("silu_and_mul_h4096"), {"input": x}, torch.nn.functional.silu(x[..., :2048]) * x[..., 2048:])
+    ]
+    for name, given in (("rms_norm", {"x": x}), ("fused_add_rms_norm", {"x": x, "x_residual": residual})):
+        operation, given = IrOp.registry[name], {**given, "weight": weight, "epsilon": 1e-5}
+        with operation.set_priority(["tiledsched", "native"]):
+            chosen = operation.dispatch(**given)
+        assert chosen.provider == "tiledsched"
+        calls.append((chosen.impl_fn, given, operation.native(**given)))
+    for function, named, wanted in calls:
+        for out in (function(**named), replayed(lambda call=function, given=named: call(**given))):
+            torch.testing.assert_close(out, wanted, atol=4e-2, rtol=2e-2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -379,3 +380,62 @@ def test_a_mask_of_cudagraph_trees_is_read_anew(serve) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         found = serve.sdpa(q, k, v, compiled(length))
         torch.testing.assert_close(found, torch_sdpa(q, k, v, masked(length)), atol=4e-3, rtol=4e-3)
+
+
+# Keys and values in 8 bits
+
+
+def in_eight_bits(each, dim):
+    """Numbers in 8 bits, their scales over all axes but `dim`, and what both stand for, in float64."""
+    axes = [axis for axis in range(4) if axis != dim]
+    scale = each.float().abs().amax(axes, keepdim=True) / 448
+    narrow = (each / scale).to(torch.float8_e4m3fn)
+    return narrow, scale.flatten(), narrow.double() * scale.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [32, 64, 128, 256])
+def test_keys_in_eight_bits(serve, columns, dtype) -> None:
+    """Rows that decode, and prompts, over one key, a tile, one more, and many; in a CUDA graph, too."""
+    for rows, keys, dim in ((1, 1, None), (1, 128, 1), (1, 129, 1), (3, 5000, None), (130, 131, 1)):
+        q, k, v = tensors(heads=8, kv_heads=2, rows=rows, keys=keys, columns=columns, dtype=dtype)
+        (k8, k_scale, exact_k), (v8, v_scale, exact_v) = in_eight_bits(k, dim), in_eight_bits(v, dim)
+        want = math_attention(q.double(), exact_k, exact_v, "bottom_right")
+        call = partial(serve.sdpa, q, k8, v8, causal="bottom_right", k_scale=k_scale, v_scale=v_scale)
+        for out in (call(), replayed(call)):
+            torch.testing.assert_close(out.double(), want, atol=2e-3 if dtype == torch.float16 else 1.6e-2, rtol=1.6e-2)
+        if dim is None:
+            numbers = {"k_scale": float(k_scale), "v_scale": float(v_scale)}
+            assert torch.equal(replayed(partial(serve.sdpa, q, k8, v8, causal="bottom_right", **numbers)), out)
+
+
+@pytest.mark.parametrize("page", [16, 48, 128, 512])
+@pytest.mark.parametrize("dim", [None, 2, 0])
+def test_pages_in_eight_bits(serve, page, dim) -> None:
+    """Sequences without keys, of one key, and of all; pages that nobody reads hold NaN and scales of NaN."""
+    pages, lengths = 3072 // page, torch.tensor([0, 1, page + 1, 3072, 700], dtype=torch.int32, device="cuda")
+    q, k, v = tensors(batch=5, heads=8, kv_heads=2, rows=1, keys=3072, columns=128, dtype=torch.bfloat16)
+    table = torch.randperm(5 * pages, device="cuda").view(5, pages).to(torch.int32)
+    pools, scales, dense = [], [], []
+    for each in (k, v):
+        cut = each.unflatten(2, (pages, page)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        narrow, scale, exact = in_eight_bits(cut, dim)
+        dense.append(exact.unflatten(0, (5, pages)).flatten(1, 2).transpose(1, 2))
+        pool = torch.full_like(narrow.view(torch.uint8), 0x7F)
+        of = torch.full((len(cut),), torch.nan, device="cuda") if dim == 0 else scale
+        for sequence, length in enumerate(lengths.tolist()):
+            used = -(-length // page)
+            own = slice(sequence * pages, sequence * pages + used)
+            pool[table[sequence, :used].long()] = narrow.view(torch.uint8)[own]
+            if dim == 0:
+                of[table[sequence, :used].long()] = scale[own]
+        pools.append(pool.view(torch.float8_e4m3fn))
+        scales.append(of)
+    want = torch.zeros(5, 8, 1, 128, dtype=torch.float64, device="cuda")
+    for sequence, length in enumerate(lengths.tolist()):
+        keys, values = (each[sequence : sequence + 1, :, :length] for each in dense)
+        if length:
+            want[sequence] = math_attention(q[sequence : sequence + 1].double(), keys, values, False)[0]
+    call = partial(sdpa_paged, q.transpose(1, 2), *pools, table, lengths, k_scale=scales[0], v_scale=scales[1])
+    for out in (call(), replayed(call)):
+        torch.testing.assert_close(out.transpose(1, 2).double(), want, atol=1.6e-2, rtol=1.6e-2)

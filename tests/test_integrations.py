@@ -761,8 +761,10 @@ def test_the_blocks_of_the_page_on_use_run_one_after_the_other(
     transformers, dispatch, routing, tmp_path, monkeypatch
 ) -> None:
     import diffusers
+    from test_engines import stand_in
 
     pytest.importorskip("kernels")
+    stand_in(monkeypatch, "flashinfer")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM,
@@ -780,4 +782,4 @@ def test_the_blocks_of_the_page_on_use_run_one_after_the_other(
     names = dict(zip("qkv", tensors(1, 2, 8, 16), strict=True), torch=torch)
     for block in others:
         exec(compile(block, block, "exec"), names)
-    assert len(others) == 5
+    assert len(others) == 6

@@ -277,6 +277,23 @@ def test_tiled_views_and_slices():
     assert np.array_equal(target, np.pad(source[1:3, 4:], ((0, 0), (0, 2))) + source[1:3, :4])
 
 
+def flattened(source, target, size: ct.Constant[int]):
+    flat = ct.Array.from_foreign(source.foreign_pointer, (size,), (1,))
+    backwards = ct.Array.from_foreign(target.foreign_pointer, (2, 4), (4, 1))
+    ct.store(backwards, (1, 0), ct.load(flat, (1,), (4,)).reshape((1, 4)))
+
+
+def test_arrays_made_of_the_memory_of_others():
+    """Rows of a larger array lie apart; a view of all memory from their first element on also sees what is between them."""
+    memory, target = np.arange(24, dtype=np.int32).reshape(4, 6), np.zeros(8, np.int32)
+    run(flattened, 1, (memory[:, :4], target, 22))
+    assert target.tolist() == [0, 0, 0, 0, 4, 5, 6, 7]
+    with pytest.raises(InterpreterError, match="reaches beyond its 22 elements"):
+        run(flattened, 1, (memory[:, :4], target, 23))
+    with pytest.raises(InterpreterError, match="overlapping stores"):
+        run(flattened, 2, (memory[:, :4], target, 22))
+
+
 def advanced(source, target, rows):
     index = ct.load(rows, (0,), (2,))
     tile = ct.load_advanced_indexing(source, (index, ct.Slice(2, 4)), padding_mode=ct.PaddingMode.ZERO)

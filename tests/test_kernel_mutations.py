@@ -553,7 +553,7 @@ MUTATIONS = {
 
 MODULES = [
     f"tiledsched.kernels.attention.{name}"
-    for name in ("scheduler", "packed", "features", "tiles", "split", "flat", "entries")
+    for name in ("scheduler", "packed", "eight_bits", "features", "tiles", "split", "flat", "entries")
 ]
 """In the order in which they name each other."""
 

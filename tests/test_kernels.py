@@ -279,6 +279,8 @@ COMPILED: dict[str, dict] = {
     "rms_norm_backward": {"rows": 32768, "columns": 4096},
     "layer_norm": {"rows": 8192, "columns": 5000},
     "glu": {"rows": 4096, "columns": 14336, "activation": "gelu"},
+    "rms_norm_quantized": {"rows": 4096, "columns": 4096, "residual": True},
+    "glu_quantized": {"rows": 4096, "columns": 14336, "activation": "gelu"},
     "rope": {"batch": 1, "seq": 4096, "q_heads": 32, "k_heads": 8},
     "rope_in_place": {"batch": 1, "seq": 4096, "q_heads": 32, "k_heads": 8},
     "cross_entropy": {"rows": 4096, "columns": 128256, "smoothed": True},
@@ -294,7 +296,11 @@ COMPILED: dict[str, dict] = {
 
 OTHERS = {"attention": "sm_100 sm_121", "attention_backward": "sm_100", "matmul": "sm_100 sm_121"}
 OTHERS |= dict.fromkeys(
-    ("matmul_epilogue", "grouped_matmul_epilogue", "scaled_matmul", "grouped_matmul"), "sm_100 sm_121"
+    (
+        *("matmul_epilogue", "grouped_matmul_epilogue", "scaled_matmul", "grouped_matmul"),
+        *("rms_norm_quantized", "glu_quantized"),
+    ),
+    "sm_100 sm_121",
 )
 """The archs beside sm_90 for which the default compiles with next to no spills, where it does not for all."""
 

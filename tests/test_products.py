@@ -24,6 +24,7 @@ from tiledsched.kernels.rms_norm import RmsNorm
 from tiledsched.kernels.rms_norm_backward import RmsNormBackward
 from tiledsched.kernels.rope import Rope
 from tiledsched.kernels.scaled_matmul import ScaledMatmul
+from tiledsched.kernels.scaled_matmul.declaration import scale_shapes
 
 GROUPED = ({}, NARROW, {"STORE": "view", "PERSISTENT": False})
 """How groups are computed: by rows, by narrow tiles, and by views that end where a group does."""
@@ -140,9 +141,10 @@ def test_the_scaled_function_takes_what_torchs_takes(launches, quiet, by_row, dt
 
 
 def test_scales_of_other_shapes_are_refused(launches, quiet):
-    """Also where there are as many of them: scales of blocks, and one for each row where one for each column belongs."""
+    """Also where there are as many of them: one for each row where one for each column belongs, and blocks of both operands or
+    with their axes exchanged."""
     torch = pytest.importorskip("torch")
-    a, w = (torch.randn(32, 64).to(torch.float8_e4m3fn) for _ in range(2))
+    a, w = (torch.randn(32, 192).to(torch.float8_e4m3fn) for _ in range(2))
     rows, columns, one = torch.rand(32, 1), torch.rand(1, 32), torch.rand(1, 1)
     for given in (
         (columns, rows),
@@ -153,11 +155,44 @@ def test_scales_of_other_shapes_are_refused(launches, quiet):
         (rows, one),
         (one, columns),
         (rows[None], columns[None]),
+        (torch.rand(2, 32), torch.rand(2, 1)),
+        (torch.rand(32, 2), torch.rand(1, 2)),
+        (torch.rand(1, 2), torch.rand(2, 1)),
+        (torch.rand(32, 2), torch.rand(2, 32)),
     ):
         with pytest.raises(
-            ProblemError, match=r"\(32, 1\), and one for each column of b, \(1, 32\); got .* Scales of blocks"
+            ProblemError, match=r"a row of a, \(32, 2\), and one for 128 x 128 of b, \(2, 1\); got .*eshape"
         ):
             ts.scaled_matmul(a, w.t(), *given)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(40, 272, 320), (20, 32, 48), (1, 16, 272)])
+def test_the_scaled_function_takes_scales_of_blocks_however_they_lie(launches, quiet, m, n, k):
+    """Those of `a` with the rows or with k next to each other, those of `b` as DeepSeek's checkpoints hold them, transposed."""
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    a, w = (torch.randn(size, k, generator=generator).to(torch.float8_e4m3fn) for size in (m, n))
+    scale_a = torch.rand(m, -(-k // 128), generator=generator) + 0.5
+    inverse = torch.rand(-(-n // 128), -(-k // 128), generator=generator) + 0.5
+    wide = inverse.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    wanted = (a.float() * scale_a.repeat_interleave(128, 1)[:, :k]) @ (w.float() * wide).t()
+    padded = torch.zeros(scale_a.shape[1], m + 3).t()[:m].copy_(scale_a)  # as the TMA unit may want them
+    for lying in (scale_a, scale_a.t().contiguous().t(), padded):
+        for fast in (False, True):
+            out = ts.scaled_matmul(a, w.t(), lying, inverse.t(), out_dtype=torch.float32, use_fast_accum=fast)
+            torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-3)
+    empty = ts.scaled_matmul(a[:0], w.t(), scale_a[:0], inverse.t())
+    assert torch.equal(empty, a.new_empty(0, n).bfloat16())
+
+
+def test_scales_of_blocks_are_those_of_their_blocks_whatever_their_size():
+    """A block's scale is a thousand times its neighbours', along rows, columns and k, so that one taken from beside shows."""
+    p = ScaledMatmul.problem(m=70, n=400, k=304, scales="block")
+    inputs = make_inputs(ScaledMatmul, p)
+    for name, (rows, columns) in zip(("ScaleA", "ScaleB"), scale_shapes(p), strict=True):
+        inputs[name] = (1e3 ** ((np.arange(rows)[:, None] + np.arange(columns)) % 2)).astype(np.float32)
+    for pinned in (NARROW, {"TILE_N": 128, "TILE_K": 64}, {"SPLIT_K": 2, "TILE_K": 128}):
+        check(ScaledMatmul, p, schedule(ScaledMatmul, **pinned), inputs)
 
 
 @pytest.mark.parametrize(("bits", "error"), [(12, 3.1e-4), (13, 1.2e-4), (14, 4.8e-5)])
@@ -180,14 +215,23 @@ def test_sums_of_13_bits_have_the_error_that_was_measured(bits, error):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("fast", [False, True])
-def test_hopper_multiplies_eight_bits_and_spills_nothing(fast):
-    p = ScaledMatmul.problem(m=4096, n=4096, k=4096, fast_accum=fast)
-    facts = compile_schedule(ScaledMatmul, p, untouched(ScaledMatmul, TILE_N=256 if fast else 128), "sm_90").facts
+@pytest.mark.parametrize(
+    ("values", "pinned"),
+    [
+        ({"fast_accum": True}, {}),
+        ({}, {"TILE_N": 128}),
+        ({}, {"TILE_N": 128, "REST_N": 64}),
+        ({"scales": "block"}, {"TILE_N": 128, "TILE_K": 64}),
+        ({"scales": "block"}, {"TILE_N": 128}),
+    ],
+    ids=["fast", "float32", "two parts", "blocks", "blocks in one step"],
+)
+def test_hopper_multiplies_eight_bits_and_spills_nothing(values, pinned):
+    p, s = ScaledMatmul.problem(m=4096, n=4096, k=4096, **values), untouched(ScaledMatmul, **pinned)
+    facts = compile_schedule(ScaledMatmul, p, s, "sm_90").facts
     assert (facts.threads, facts.spill_bytes) == (384, 0)
-    assert facts.shared_bytes >= 4 * 128 * (
-        128 + 256 if fast else 256
-    )  # operands that were converted would take twice that
+    columns = s.number("TILE_N") + s.number("REST_N")
+    assert facts.shared_bytes >= 4 * 128 * (128 + columns)  # operands that were converted would take twice that
 
 
 @pytest.mark.parametrize("kind", OFFSET_KINDS)

@@ -238,6 +238,72 @@ def test_another_grid_is_another_program(machine):
     assert set(compiled(128)) >= {64}, "a grid of 64 blocks became one of 128"
 
 
+def test_calls_that_differ_only_in_their_grids_have_answers_of_their_own(machine, monkeypatch):
+    machine.time_us = lambda program: 60 + abs(program.config.tile - (64 if program.grid[0] > 1000 else 256))
+    best, compiled = [], []
+    for rows, settings in (
+        (4096, "on"),
+        (1 << 20, "on"),
+        (4096, "on"),
+        (1 << 20, "on"),
+        (1 << 20, "new"),
+        (4096, "on"),
+    ):
+        monkeypatch.setenv("TILEDSCHED_REMEMBER", settings)
+        grid = lambda c, rows=rows: (rows // c.tile,)  # noqa: E731
+        found, made, _ = again(machine, ask, space=SPACE, args=lambda c: (X, OUT, 1.0, c.tile), grid=grid)
+        best.append((found.best.config.tile, found.best.mean_us))
+        compiled.append(len(made))
+    assert (best, compiled) == ([(256, 60), (64, 60)] * 2 + [(64, 60), (256, 60)], [6, 6, 0, 0, 6, 0])
+
+
+def searches_of_flashinfer():
+    """The forms in which the 16 searches of flashinfer-python 0.7.4 are written, in gemm/kernels/cutile, attention/kernels/cutile
+    and quantization/kernels/cutile: six arguments by position, and what becomes of the answer."""
+    from cuda.tile.tune import exhaustive_search
+
+    stream, kernels = SimpleNamespace(cuda_stream=0), {True: scale, False: make_kernel(3)}
+
+    def attention(rows):
+        found = exhaustive_search(
+            [SimpleNamespace(tile=tile, occupancy=2, num_ctas=1) for tile in (64, 128) if rows % tile == 0],
+            stream,
+            lambda c: ((rows + c.tile - 1) // c.tile, 2, 1),
+            scale,
+            lambda c: (X, OUT, 1.0, c.tile),
+            lambda c: {"occupancy": c.occupancy},
+        )
+        return scale.replace_hints(occupancy=found.best.config.occupancy)
+
+    def product(rows):
+        buffer, kernel = np.empty_like(OUT), kernels[rows > 4096]
+
+        def grid_fn(c):
+            return (min(132 // c.num_ctas, rows // c.tile) * c.occupancy, 1, 1)
+
+        def args_fn(c):
+            return (X, buffer, float(rows), c.tile)
+
+        def hints_fn(c):
+            return {"num_ctas": c.num_ctas, "occupancy": c.occupancy}
+
+        space = [SimpleNamespace(**vars(each), num_ctas=ctas) for each in SPACE for ctas in (1, 2)]
+        found = exhaustive_search(space, stream, grid_fn, kernel, args_fn, hints_fn)
+        ranked = sorted(found.successes, key=lambda each: (each.mean_us - each.error_margin_us, each.config.tile))
+        return ct.kernel(kernel._pyfunc, **hints_fn(ranked[0].config))
+
+    return attention, product
+
+
+@pytest.mark.parametrize("form", [0, 1])
+def test_searches_as_flashinfer_writes_them_are_answered(machine, form):
+    with tiledsched.remember():
+        search = searches_of_flashinfer()[form]
+        for rows, known in ((4096, False), (8192, False), (4096, True), (8192, True)):
+            tuned, compiled, launches = again(machine, search, rows=rows)
+            assert (tuned._compiler_options.occupancy, bool(compiled), bool(launches)) == (2, not known, not known)
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     tile: int
@@ -474,10 +540,11 @@ def test_where_nothing_can_be_stored_the_answer_is_given(machine, monkeypatch, t
     assert sum("cannot be stored" in each.message for each in caplog.records) == 1
 
 
-def test_what_was_timed_beside_others_is_not_stored(machine):
+def test_what_was_timed_beside_others_is_not_stored(machine, caplog):
     for others in ((77,), ()):
         machine.others = others
         assert len(again(machine)[1]) == 6
+        assert "another process ran on the GPU" in caplog.text
 
 
 def test_of_two_processes_that_measure_at_once_both_give_one_answer(machine):

@@ -192,7 +192,7 @@ def test_kernels_know_each_other_only_by_what_they_share():
         for other, line in arrows(path):
             if other.count("/") > 1 and path.count("/") > 1:
                 own = path.split("/")[1]
-                assert other.split("/")[1] in (own, re.sub("_(backward|in_place|epilogue)$", "", own)), (
+                assert other.split("/")[1] in (own, re.sub("_(backward|in_place|epilogue|quantized)$", "", own)), (
                     f"{path}:{line} imports {other}"
                 )
 

@@ -332,6 +332,12 @@ def outcomes(pool, tasks):
     return [found[each] for each in tasks]
 
 
+def test_processes_read_their_tasks_side_by_side(processes, tmp_path):
+    """Which imports the modules of kernels."""
+    tasks = [replace(task("fine", n=n), problem=fake_compiler.Awaited(tmp_path)) for n in range(2)]
+    assert [built.failure for built in processes.build(tasks)] == [None, None]
+
+
 def test_each_way_to_end_costs_one_task(processes):
     assert list(processes.build([])) == []
     assert processes._pool is None, "no tasks start no process"

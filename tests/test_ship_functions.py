@@ -67,6 +67,55 @@ def test_gated_units_are_torchs_and_read_both_halves_of_a_projection(mine, activ
         torch.testing.assert_close(found.float(), right, **CLOSE)
 
 
+QUANTISED = {
+    "rms_norm": (
+        partial(ts.rms_norm, weight=made(72, seed=1)),
+        lambda x: functional.rms_norm(x.float(), (72,), made(72, seed=1).float(), 1e-5),
+    ),
+    "residual": (
+        lambda x, **more: ts.rms_norm(x, made(72, seed=1), residual=x, **more),
+        lambda x: functional.rms_norm(2 * x.float(), (72,), made(72, seed=1).float(), 1e-5),
+    ),
+    "swiglu": (lambda x, **more: ts.swiglu(x, x, **more), lambda x: functional.silu(x.float()) * x.float()),
+    "geglu": (
+        lambda x, **more: ts.geglu(torch.cat((x, x), -1), **more),
+        lambda x: functional.gelu(x.float()) * x.float(),
+    ),
+}
+EIGHT = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("mine", "right"), QUANTISED.values(), ids=QUANTISED)
+def test_quantised_rows_are_torchs_over_their_scales(mine, right):
+    x = made(2, 9, 72)
+    x[1, 3] = 0
+    wanted = right(x)
+    out, *total, scale = mine(x, quantize="row")
+    assert (out.dtype, out.shape, scale.dtype, scale.shape) == (EIGHT, x.shape, torch.float32, (2, 9, 1))
+    assert all(torch.equal(each, x + x) for each in total)
+    torch.testing.assert_close(scale, wanted.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448, rtol=1e-5, atol=0)
+    assert (out.float() == (wanted / scale).to(EIGHT).float()).float().mean() > 0.999
+    assert not out[1, 3].float().any()
+    given = torch.tensor(0.003)
+    out, *total, scale = mine(x, quantize=given)
+    assert scale is given
+    assert (out.float() == (wanted / given).clamp(-448, 448).to(EIGHT).float()).float().mean() > 0.999
+    assert (out.float().abs() == 448).any()
+    for wrong in ("column", 0.003, torch.ones(2)):
+        with pytest.raises(ProblemError, match='quantize must be "row", or a float32 tensor of one element'):
+            mine(x, quantize=wrong)
+    assert mine(x[:0], quantize="row")[-1].shape == (0, 9, 1)
+
+
+def test_quantised_rows_are_what_scaled_products_take():
+    x, w = made(2, 9, 64), made(64, 32, seed=1)
+    normed_, scale = ts.rms_norm(x, torch.ones(64).bfloat16(), quantize="row")
+    eight = w.to(EIGHT).t().contiguous().t()
+    found = ts.scaled_matmul(normed_.flatten(0, 1), eight, scale.flatten(0, 1), torch.ones(1, 32))
+    right = functional.rms_norm(x.double(), (64,), None, 1e-5).flatten(0, 1) @ eight.double()
+    assert (found.double() - right).norm() / right.norm() < 0.04
+
+
 def rotated(x, cos, sin, interleaved):
     """As models write it: of tables that hold each angle twice."""
     x = x.float()
@@ -240,6 +289,8 @@ TRACED = {
     "rms_norm": lambda x: ts.rms_norm(x, x[0, 0, 0], residual=x)[0],
     "layer_norm": lambda x: ts.layer_norm(x, x[0, 0, 0], None),
     "swiglu": ts.swiglu,
+    "rms_norm_quantized": lambda x: [each.float() for each in ts.rms_norm(x, x[0, 0, 0], residual=x, quantize="row")],
+    "glu_quantized": lambda x: ts.swiglu(x, quantize=x.new_full((), 0.003, dtype=torch.float32))[0].float(),
     "rope": lambda x: ts.rope(x, x[:, :2], ANGLE, ANGLE)[1],
     "rope_in_place": lambda x: ts.rope(x + 0, x + 1, ANGLE, ANGLE, inplace=True)[1],
     "cross_entropy": lambda x: ts.cross_entropy(x, torch.zeros(2, 4, 5, dtype=torch.int64)),

@@ -217,6 +217,19 @@ class WithoutEpsilon(RmsNormBackward):
     eps = ts.scalar(0.0)
 
 
+QUANTISED = {"TILE_ROWS": 2, "TILE_COLUMNS": 512, "loads": "plain"}
+
+
+def rows_of_zeros():
+    p = kernel_named("rms_norm_quantized").problem(rows=3, columns=40)
+    inputs = make_inputs(p.declaration, p)
+    inputs["X"][1] = 0
+    found = run_schedule(p.declaration, p, schedule(p.declaration, **QUANTISED), inputs)
+    assert not found["Out"][1].astype(float).any()
+    assert found["Scale"][1] > 0
+    assert found["Out"][[0, 2]].astype(float).any(axis=1).all()
+
+
 def without_epsilon(knobs):
     p = WithoutEpsilon.problem(rows=3, columns=40, dtype="float16")
     pinned = PINNED["rms_norm_backward"] | {"TILE_ROWS": 2}
@@ -263,6 +276,11 @@ def cases_of(kernel):
                 partial(right, kernel, WALKS[1], tiny_and_large(scale), rows=1, columns=512, dtype="float16")
                 for scale in (1e-3, 1000.0)
             ),
+            *(
+                partial(passes, "rms_norm_quantized", QUANTISED, rows=7, columns=1000, residual=True, static=static)
+                for static in (False, True)
+            ),
+            rows_of_zeros,
         ],
         "layer_norm": [
             *(partial(passes, kernel, walk, rows=11, columns=1000) for walk in WALKS),
@@ -279,6 +297,7 @@ def cases_of(kernel):
                 )
             ),
             *(partial(gates, activation) for activation in ("silu", "gelu", "gelu_tanh")),
+            partial(passes, "glu_quantized", QUANTISED, rows=5, columns=600, dtype="float16"),
         ],
         "rope": [
             partial(
@@ -313,6 +332,7 @@ def cases_of(kernel):
                     (1300, {}),
                     (1300, {"SPLITS": 4}),
                     (1025, {"TILE_ROWS": 4, "loads": "gather"}),
+                    (1281, {"SPLITS": 2}),
                 )
                 for smoothed in (False, True)
             ),
@@ -387,6 +407,9 @@ def cases_of(kernel):
                 partial(right, kernel, knobs, small_scales, m=70, n=144, k=336, scales="tensor", bias=True)
                 for knobs in ({}, {"SPLIT_K": 4})
             ),
+            partial(right, kernel, {}, m=100, n=272, k=304, scales="block", bias=True),
+            partial(right, kernel, {"SPLIT_K": 2}, m=70, n=144, k=304, scales="block"),
+            partial(right, kernel, {"REST_N": 32}, m=70, n=272, k=144, bias=True),
         ],
         "grouped_matmul_epilogue": [
             partial(passes, kernel, {"PERSISTENT": True, "SWAP": True}, tokens=210, experts=7, n=150, k=72, **EPILOGUE),
@@ -476,6 +499,17 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             9,
         ),
         "scaled in float16": ("column, const).astype(ct.float32)", "column, const)", 14),
+        "quantised without a scale": ("x = tiles[j] * inverse", "x = tiles[j]", 15),
+        "multiplied by the scale": ("inverse = 1.0 / scale", "inverse = scale", 16),
+        "the largest of the first tile": ("highest = ct.maximum(highest, ct.abs(tiles[j]))", "highest = highest", 15),
+        "the largest without its sign": ("ct.abs(tiles[0])", "tiles[0]", 15),
+        "the largest of other rows": ("keepdims=True), LEAST_HIGHEST)", "keepdims=True), ct.max(highest))", 15),
+        "other rows' scale": ("inverse = 1.0 / scale", "inverse = 1.0 / ct.maximum(scale, ct.max(scale))", 15),
+        "elements that do not fit": ("if Given is not None:", "if False:", 16),
+        "negative elements that do not fit": ("ct.where(x < -LARGEST, -LARGEST, x)", "x", 16),
+        "scales larger than needed": ("LEAST_HIGHEST) / LARGEST", "LEAST_HIGHEST) / 440.0", 15),
+        "rows of zeros divided by zero": ("LEAST_HIGHEST = 1e-12", "LEAST_HIGHEST = 0.0", 17),
+        "residual left out of quantised rows": ("R if residual else None, W, Given", "None, W, Given", 15),
     },
     "matmul": {
         "the last step left out": ("begin, end = 0, steps", "begin, end = 0, steps - 1", 10),
@@ -535,11 +569,11 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
     "scaled_matmul": {
         "a row's scale for every row": ("sums * rows[:, None]", "sums * ct.max(rows)", 3),
         "scales of the first rows": ("ct.load(ScaleA, (work.row,)", "ct.load(ScaleA, (0 * work.row,)", 3),
-        "scales of the first columns": ("ct.load(vector, (work.column,)", "ct.load(vector, (0 * work.column,)", 4),
+        "scales of the first columns": ("view.load((column_of(work", "view.load((0 * column_of(work", 4),
         "one of two scales": ("ct.load(ScaleA, (0,), (1,)).item() * ct.load(ScaleB", "ct.load(ScaleB", 4),
         "bias scaled": (
-            "sums = sums + vector_of(Bias, work, const)",
-            "sums = sums + vector_of(Bias, work, const) * only_scale(ScaleA, ScaleB)",
+            "sums = sums + vector_of(Bias, work, PART, const)",
+            "sums = sums + vector_of(Bias, work, PART, const) * only_scale(ScaleA, ScaleB)",
             4,
         ),
         "bias left out of shares": ("if bias:", "if False:", 5),
@@ -550,11 +584,33 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         ),
         "sum not transposed back": ("ct.transpose(acc) if const.SWAP else acc", "acc", 1),
         "operands exchanged, not transposed": ("ct.mma(ct.transpose(b), ct.transpose(a)", "ct.mma(b, a", 1),
-        "steps rounded down": ("steps = ct.cdiv(A.shape[1], const.TILE_K)", "steps = A.shape[1] // const.TILE_K", 4),
+        "steps rounded down": ("steps = ct.cdiv(A.shape[1], length)", "steps = A.shape[1] // length", 4),
         "shares leave gaps": (
             "steps * (work.share + 1) // const.SPLIT_K",
             "steps // const.SPLIT_K * (work.share + 1)",
             5,
+        ),
+        "scales of the first step": ("ct.load(ScaleA, (step, work.row)", "ct.load(ScaleA, (0 * step, work.row)", 6),
+        "scales of the first block of rows": ("(step, work.row), (1, const", "(step, 0 * work.row), (1, const", 6),
+        "scales of another block of columns": ("work.column * const.TILE_N // BLOCK, step", "work.column, step", 6),
+        "block scales of the first step": ("const.TILE_N // BLOCK, step))", "const.TILE_N // BLOCK, 0 * step))", 6),
+        "steps of one block counted from its end": ("range(step * inner, stop", "range(stop - 1, stop", 6),
+        "sums not begun anew": ("part, stop = zeros(0, const)", "part, stop = sums", 6),
+        "scaled again behind shares": ("elif not BLOCK_SCALES:", "else:", 7),
+        "the last step of two parts alone": (
+            "return sums + ct.mma(a, b, zeros(PART",
+            "return ct.mma(a, b, zeros(PART",
+            8,
+        ),
+        "a second part's columns loaded from the first's": (
+            "more.load((step, second)",
+            "more.load((step, 0 * second)",
+            8,
+        ),
+        "a second part's scales from the first's": (
+            "return work.column * (const.TILE_N",
+            "return 0 * (const.TILE_N",
+            8,
         ),
         "k not padded": (
             "(const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO",
@@ -568,8 +624,8 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         ),
         "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):", 3),
         "sums rounded before they are scaled": (
-            "sums = main_loop(A, B, work, const)\n",
-            "sums = main_loop(A, B, work, const).astype(A.dtype)\n",
+            "sums = sums * only_scale",
+            "sums = sums.astype(ct.float8_e4m3fn) * only_scale",
             4,
         ),
     },
@@ -636,6 +692,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "the other tail": ("x < 0.0, beyond, 1.0 - beyond", "x > 0.0, beyond, 1.0 - beyond", 11),
         "a coefficient's sign": ("-0.18628806", "0.18628806", 11),
         "columns of the first tile": ("tile % column_tiles(const)", "tile % 1", 10),
+        "quantised before it is gated": ("activation) * load_rows(Up, row, j, const)", "activation)", 13),
         "persistent blocks end early": ("TILE_ROWS) * column_tiles(const)\n", "TILE_ROWS)\n", 2),
     },
     "rope": {
@@ -687,7 +744,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "tiles behind the groups left out": ("if rest > 0 and", "if rest > 1 and", 8),
         "every part takes the rest": ("(const.SPLITS == 1 or split == const.SPLITS - 1)", "split >= 0", 6),
         "a part begins late": ("range(split * share,", "range(split * share + 1,", 8),
-        "a part ends late": ("min(split * share + share, whole_groups(const))", "whole_groups(const)", 6),
+        "a part ends late": ("min(split * share + share, groups)", "groups", 6),
         "parts not rescaled": ("power(parts - highest)", "power(0.0 * parts)", 6),
         "the lowest is not finite": ("LOWEST = -3.4028234663852886e38", "LOWEST = -math.inf", 8),
         "the lowest is above some logits": ("LOWEST = -3.4028234663852886e38", "LOWEST = -3.4e38", 23),
@@ -705,8 +762,8 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "logits are summed up from 0": ("ct.where(near > -math.inf, near, 0.0)", "0.0 * near", 24),
         "logits less minus infinity": ("ct.where(near > -math.inf, near, 0.0)", "near", 24),
         "logits less padding": (
-            "near = ct.max(within(load_rows(Logits, row, 0, const), -math.inf, 0, const)",
-            "near = ct.max(ct.maximum(load_rows(Logits, row, 0, const), 0.0)",
+            "near = ct.max(within(first.astype(ct.float32), -math.inf, 0, const)",
+            "near = ct.max(ct.maximum(first.astype(ct.float32), 0.0)",
             24,
         ),
         "not how far from the maximum": (
@@ -719,6 +776,9 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "no smoothing": ("smoothing * (highest - near", "0.0 * (highest - near", 10),
         "the target counts whole": ("(1.0 - smoothing) *", "1.0 *", 24),
         "labels of the first rows": ("ct.load(Labels, (row,)", "ct.load(Labels, (0,)", 8),
+        "the elements before the first aligned one left out": ("column, column - const.COLUMNS", "column, column", 25),
+        "rows that begin anywhere read as if aligned": ("(unit - begin % unit) % unit", "0 * begin", 25),
+        "tiles reach into the next row": ("const.COLUMNS - elements_of_16_bytes(array) + 1", "const.COLUMNS", 26),
         "natural for binary": ("ct.log2(total) * LN_2", "ct.log2(total)", 8),
     },
     "rms_norm_backward": {

@@ -14,10 +14,12 @@ from tiledsched.core.similarity import about
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
-from tiledsched.rivals.forecast import OURS, Forecast, TimedProblem, TimedProblems, timed_problems
+from tiledsched.measure.runner import RivalTime
+from tiledsched.rivals.forecast import OURS, Forecast, TimedProblem, TimedProblems, floor_us, timed_problems
 from tiledsched.rivals.offers import PLANNED_WORTH_US, forecast_offers
 from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import transfer
 
 SPEC = arch_spec("sm_90")
@@ -95,6 +97,69 @@ def test_products_that_lost_to_cublas_untuned_are_served_by_it(sizes) -> None:
     table = table_of(load_entries(process.settings(), {"sm_90"}, Matmul), process.settings(), kernel=Matmul)
     served = table.resolve(product(*sizes), "sm_90", H200)
     assert [each.name for each in served.rivals] == ["torch"]
+
+
+SCALED = {"n": 4096, "k": 4096, "scales": "row"}
+GROUPED = {"experts": 8, "n": 4096, "k": 4096, "b_layout": "column"}
+
+
+def raced(kernel, values, schedule, ratio, **more):
+    """The entry of a problem on which the kernel's rival took `ratio` times as long as ours, for which the model is right."""
+    p = kernel.problem(**values)
+    ours = kernel.cost.model(p, schedule, kernel.cost.expected(p, schedule, SPEC), SPEC)
+    paired = {"ratio": ratio, "ratio_low": ratio, "ratio_high": ratio, "median_us": ours * ratio, "ours_us": ours}
+    rival = RivalTime(name=next(iter(kernel.rivals(p))), capturable=True, **(paired | more))
+    return served_entries.entry(p, kernel=kernel.name, schedule=schedule, rivals=(rival,), layer="shipped")
+
+
+LOSING, WINNING, MIXED = (0.7, 0.72, 0.71) * 3, (1.5, 1.45, 1.5) * 3, (1.5,) * 6 + (0.7,) * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "values"),
+    [
+        ("scaled_matmul", "m", SCALED),
+        ("scaled_matmul", "m", SCALED | {"fast_accum": True}),
+        ("grouped_matmul", "tokens", GROUPED),
+    ],
+)
+@pytest.mark.parametrize(
+    ("ratios", "more", "asked", "served"),
+    [
+        (LOSING, {}, 30000, True),
+        (LOSING[:7], {}, 110000, False),  # too few to say anything far away
+        (LOSING, {}, 5500, True),
+        (WINNING, {}, 5500, False),
+        (MIXED, {}, 20000, True),
+        (MIXED, {}, 1500, False),
+        (LOSING, {"failure": "RuntimeError: no", "median_us": None}, 5500, False),
+    ],
+)
+def test_where_no_times_ship_those_of_a_table_let_a_rival_serve(
+    name, size, values, ratios, more, asked, served
+) -> None:
+    kernel = kernel_named(name)
+    schedule = space_for("sm_90", kernel).default(kernel.problem(**values, **{size: 1000}))
+    sizes = zip((1000, 1300, 1700, 2200, 2900, 3800, 8000, 10000, 13000), ratios, strict=False)
+    entries = [raced(kernel, values | {size: count}, schedule, ratio, **more) for count, ratio in sizes]
+    table = LookupTable(entries, kernel, rivals=True)
+    found = table.resolve(kernel.problem(**values, **{size: asked}), "sm_90", H200)
+    assert found.provenance == "transferred"
+    assert bool(found.rivals) == served
+    if served:
+        assert "by times on 9 problems" in found.rivals[0].reason
+    if values.get("scales"):  # others have functions of their own for blocks, and may have none here
+        blocks = kernel.problem(**values | {"scales": "block", "fast_accum": False, size: asked})
+        assert not table.resolve(blocks, "sm_90", H200).rivals
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_products_of_8_bits_that_lost_to_cublas_untuned_are_served_by_it(fast) -> None:
+    kernel = kernel_named("scaled_matmul")
+    p = kernel.problem(m=8192, n=8192, k=8192, scales="row", fast_accum=fast)
+    assert floor_us(p, SPEC) < 761 < 2 * floor_us(p, SPEC)  # what cuBLAS took on an H200
+    table = table_of(load_entries(process.settings(), {"sm_90"}, kernel), process.settings(), kernel=kernel)
+    assert [each.name for each in table.resolve(p, "sm_90", H200).rivals] == ["cublas_scaled"]
 
 
 # Problems of about one size

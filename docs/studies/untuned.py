@@ -1,9 +1,9 @@
 r"""Times what is served for problems that nobody tuned beside every installed rival.
 
-    python -m docs.studies.untuned --seed 4901 --attention 120 --matmul 80 --csv untuned.csv
+    python -m docs.studies.untuned --seed 4901 --attention 120 --matmul 80 --scaled-matmul 36 --csv untuned.csv
     python -m docs.studies.untuned --summary untuned.csv
 
-Problems are drawn at random from the mixes of `drawn_attention` and `drawn_products`; those that ship tuned are left out. All
+Problems are drawn at random from the mixes of the functions in :data:`DRAWS`; those that ship tuned are left out. All
 programs are built ahead in a pool of processes. All methods of a problem then take turns in one paced run, each launch queued
 behind a kernel that spins, so that the time on the GPU is told apart from the time that a call takes the host.
 
@@ -50,6 +50,8 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.matmul import Matmul
+from tiledsched.kernels.scaled_matmul import ScaledMatmul
+from tiledsched.kernels.scaled_matmul.declaration import SHAPES, scale_shapes
 from tiledsched.rivals.forecast import OURS, TimedProblem, timed_problems
 from tiledsched.rivals.offers import DISPATCH_US, forecast_offers
 from tiledsched.serve.bundle import VARIABLE, BundledProgram, write_bundle
@@ -185,7 +187,20 @@ def drawn_products(chance: random.Random) -> Problem:
             return p
 
 
-DRAWS: Mapping[str, Callable[[random.Random], Problem]] = {"attention": drawn_attention, "matmul": drawn_products}
+def drawn_scaled(chance: random.Random) -> Problem:
+    """A product of 8-bit floats: a projection of Llama or Qwen for some tokens, often as many as nothing divides, with a scale
+    for each row or for each operand, summed in either way."""
+    n, k = chance.choice([shape for shapes in SHAPES.values() for shape in shapes])
+    m = chance.choice((1, 8, 16, 64)) if chance.random() < 0.2 else _length(chance, 16, 16384)
+    scales = chance.choice(("row", "row", "tensor"))
+    return ScaledMatmul.problem(m=m, n=n, k=k, scales=scales, fast_accum=chance.random() < 0.5)
+
+
+DRAWS: Mapping[str, Callable[[random.Random], Problem]] = {
+    "attention": drawn_attention,
+    "matmul": drawn_products,
+    "scaled_matmul": drawn_scaled,
+}
 """Kernel -> what draws a problem of it."""
 
 
@@ -609,6 +624,11 @@ def tensors_of(torch: Any, p: Problem) -> tuple[Any, ...]:
     def made(*shape: int) -> Any:
         return torch.randn(shape, device="cuda", dtype=getattr(torch, p.dtype))
 
+    if p.kernel == ScaledMatmul.name:
+        kind, sizes = getattr(torch, p.dtype), ((p.m, p.k), (p.n, p.k))
+        a, b = (torch.randn(size, device="cuda", dtype=torch.bfloat16).to(kind) for size in sizes)
+        scales = (torch.rand(shape, device="cuda") + 0.5 for shape in scale_shapes(p))
+        return a, b.t(), *scales
     if p.kernel == Matmul.name:
         a = made(p.k, p.m).t() if p.a_layout == "column" else made(p.m, p.k)
         return a, made(p.n, p.k).t() if p.b_layout == "column" else made(p.k, p.n)
@@ -620,13 +640,13 @@ def public_call(
     p: Problem, tensors: tuple[Any, ...]
 ) -> tuple[Callable[[], Any], Callable[[Served], Any], Callable[[], Any]]:
     """The public function on these tensors, what makes a plan of a choice, and what finds the plan that the function runs."""
-    if p.kernel == Matmul.name:
-        from tiledsched.kernels.matmul.front import matmul
+    if p.kernel != Attention.name:
         from tiledsched.ops.front import operator as operator_of
 
-        operator = operator_of(Matmul.name)
-        make = partial(operator._make_plan, tensors, tensors)
-        return lambda: matmul(*tensors), make, lambda: operator.plan_for(*tensors)
+        scaled = p.kernel == ScaledMatmul.name
+        operator = operator_of(p.kernel, **({"bias": False} if scaled else {}))
+        given = (*tensors, p.out_dtype, p.scales, p.fast_accum) if scaled else tensors
+        return lambda: operator(*given), partial(operator._make_plan, given, tensors), lambda: operator.plan_for(*given)
     from tiledsched.ops.plans import AttentionCall
     from tiledsched.ops.sdpa import sdpa
 
@@ -780,6 +800,7 @@ def main() -> None:
         flag("--seed", type=positive, help="of the draw"),
         flag("--attention", type=count, default=120, help="problems of attention"),
         flag("--matmul", type=count, default=80, help="matrix products"),
+        flag("--scaled-matmul", type=count, default=36, help="products of 8-bit floats"),
         flag("--further", type=count, default=0, help="further choices of ours that are timed, to learn from"),
         flag("--jobs", type=positive, help="processes that build; by default one for each CPU"),
         flag("--seconds", type=positive, help="begin no problem after so long"),

@@ -32,8 +32,11 @@ from tiledsched.store.location import database_exists
 
 MOST_CANDIDATES, NEAR_BEST = 64, 0.01
 """So many schedules may become leaves where leaves are few: those that lose no more than this on the most problems."""
-DOUBT = 0.3
-"""What is added to the estimate for a schedule that no problem near by names: the estimate is made for those that are."""
+MODEL = 0.5
+"""Share of the performance model's correction in the estimates. With all of it, which finds the best candidate, schedules of
+products seem to lose three times what they do; with half of it, 1.6 times, and those of attention 0.6 times (docs/bake.md)."""
+DOUBT = 0.05
+"""What is added to the estimate for a schedule that no problem near by names: the lowest of many estimates is too low."""
 ARRAY = re.compile(r"(\w+)\[([\dx]+)[^\]]*\]")
 """An array among the values of a remembered search: its type, its sizes, and maybe strides."""
 
@@ -93,7 +96,7 @@ def choices(
         served = {problem: table.resolve(problem, arch) for problem in problems or sorted(tuned)}
         if not served:
             raise ConfigError(f"nothing was measured of {kernel.name} on {arch}; tune it, or name problems with -p")
-        near = {problem: table.nearby(problem, arch) if losses else None for problem in served}
+        near = {problem: table.nearby(problem, arch, model=MODEL) if losses else None for problem in served}
         known = {
             problem: dict(next((own for entry, own in (each.namers if each else ()) if entry.problem == problem), {}))
             for problem, each in near.items()
@@ -156,7 +159,7 @@ class Baking:
         self.facts = names_in(*self.names[0])
         """The variables of these expressions."""
         served = {each.served.schedule for each in cases}
-        others = {one for each in cases for one in (*each.measured, *each.estimated) if not self._exact}
+        others = {one for each in cases for one in each.estimated if not self._exact}
         self.schedules = sorted(served | others, key=lambda each: each.id)
         lost = [[each.loss(one) for one in self.schedules] for each in cases]
         wrong = [[float(one != each.served.schedule) for one in self.schedules] for each in cases]

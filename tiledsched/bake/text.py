@@ -126,7 +126,7 @@ def _by_number(firsts: Sequence[int]) -> Tree:
     """The tree that leads a number to the last of these that is not above it; they ascend."""
     half = len(firsts) // 2
     sides = tuple(map(_by_number, (firsts[:half], firsts[half:]))) if half else ()
-    return Tree(best=firsts[0], alone=0, rows=(), loss=0, question=f"number < {firsts[half]}" * bool(half), sides=sides)
+    return Tree(best=firsts[0], rows=(), loss=0, question=f"number < {firsts[half]}" * bool(half), sides=sides)
 
 
 def _returns(tree: Tree, texts: Mapping[int, str], depth: int = 1) -> Iterator[str]:

@@ -15,6 +15,13 @@ NEVER = 1e3
 """The loss of a schedule that cannot run, which no sum of real losses reaches."""
 WHOLE = 8
 """It is also asked whether this divides a size: rows of 16-bit elements then start where TMA loads."""
+WIDTH, CUTS = 4, 3
+"""So many questions are tried where little is to be decided, of each expression at most so many."""
+FEW, SMALL = 8, 1 << 14
+"""That is where so many leaves are to come, and the problems times the schedules are so many, at most."""
+
+Question = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""An expression, and the numbers of the problems for yes and for no."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,8 +30,6 @@ class Tree:
 
     best: int
     """Number of the schedule that loses least in all on the problems that come here."""
-    alone: float
-    """What that schedule loses on them, summed."""
     rows: tuple[int, ...]
     """The numbers of these problems."""
     loss: float
@@ -44,15 +49,41 @@ class Tree:
 
 
 def grow(problems: Sequence[Mapping[str, Any]], losses: Any, most: int | None = None) -> Tree:
-    """The tree that loses least of those with at most `most` leaves into which one large tree can be pruned.
+    """The tree with at most `most` leaves that loses least of those that are tried.
+
+    Each of the :data:`WIDTH` questions is tried that lose least with two leaves, with every way to share the leaves between the
+    answers; only the first question where that would take long.
 
     Args:
         problems: by names, which are expressions, the numbers, flags and words of each problem.
         losses: what each schedule (columns) loses on each problem (rows): :data:`NEVER` where it cannot run.
         most: None for as many leaves as it takes to lose nothing.
     """
-    tree = _grown(numpy.arange(len(losses)), _columns(problems, products=most is not None), losses)
-    return tree if most is None else _pruned(tree, most)
+    columns, few = _columns(problems, products=most is not None), FEW if most else 0
+    common = losses[:, (losses < NEVER).sum(0) > 1]
+    ranking = common if common.size and common.min(1).max() < NEVER else losses
+
+    @functools.cache
+    def questions(rows: tuple[int, ...]) -> list[Question]:
+        return _questions(numpy.array(rows), columns, ranking)
+
+    @functools.cache
+    def best(rows: tuple[int, ...], most: int) -> Tree:
+        total = losses[list(rows)].sum(0)
+        leaf = Tree(best=int(total.argmin()), rows=rows, loss=float(total.min()))
+        tree = best(rows, few) if most > few > 0 else leaf
+        wide = most <= few and len(rows) * ranking.shape[1] <= SMALL
+        for text, yes, no in questions(rows)[: WIDTH if wide else 1] if most > 1 and tree.loss else ():
+            for first in range(max(1, most - len(no)), min(most - 1, len(yes)) + 1):
+                left = best(yes, first)
+                if left.loss >= tree.loss:
+                    continue
+                right = best(no, most - first)
+                if left.loss + right.loss < tree.loss:
+                    tree = replace(leaf, loss=left.loss + right.loss, question=text, sides=(left, right))
+        return tree
+
+    return best(tuple(range(len(losses))), min(most or len(losses), len(losses)))
 
 
 def _columns(problems: Sequence[Mapping[str, Any]], *, products: bool) -> dict[str, Any]:
@@ -68,29 +99,31 @@ def _columns(problems: Sequence[Mapping[str, Any]], *, products: bool) -> dict[s
     }
     for (one, left), (other, right) in itertools.combinations(sizes.items(), 2) if products else ():
         found[f"{one} * {other}"] = [a * b for a, b in zip(left, right, strict=True)]
-    return {text: numpy.array(found[text], float) for text in sorted(found, key=lambda each: (len(each), each))}
+    different: dict[bytes, tuple[str, Any]] = {}  # by how they order the problems
+    for text in sorted(found, key=lambda each: (len(each), each)):
+        column = numpy.array(found[text], float)
+        different.setdefault(numpy.unique(column, return_inverse=True)[1].tobytes(), (text, column))
+    return dict(different.values())
 
 
-def _grown(rows: Any, columns: Mapping[str, Any], losses: Any) -> Tree:
-    total = losses[rows].sum(0)
-    alone, splits = float(total.min()), []
-    for text, column in columns.items() if alone else ():
+def _questions(rows: Any, columns: Mapping[str, Any], losses: Any) -> list[Question]:
+    """The questions that tell these problems apart; the first loses least with two leaves."""
+    found: dict[tuple[int, ...], tuple[float, str, tuple[int, ...]]] = {}
+    for text, column in columns.items():
         order = rows[numpy.argsort(column[rows], kind="stable")]
         values = column[order]
         ends = numpy.nonzero(values[1:] != values[:-1])[0]
-        if len(ends):
-            lost = losses[order].cumsum(0)
-            both = (lost[ends].min(1) + (lost[-1] - lost[ends]).min(1)).round(9)
-            place = int(both.argmin())
-            splits.append((float(both[place]), text, int(values[ends[place]]), int(values[ends[place] + 1])))
-    leaf = Tree(best=int(total.argmin()), alone=alone, rows=tuple(rows.tolist()), loss=alone)
-    if not splits:
-        return leaf
-    _, text, low, high = min(splits, key=lambda each: each[0])
-    yes = columns[text][rows] <= low
-    sides = tuple(_grown(some, columns, losses) for some in (rows[yes], rows[~yes]))
-    question = text if low < 0 else f"{text} <= {between(low, high)}"
-    return replace(leaf, loss=sum(side.loss for side in sides), question=question, sides=sides)
+        if not len(ends):
+            continue
+        lost = losses[order].cumsum(0)
+        both = (lost[ends].min(1) + (lost[-1] - lost[ends]).min(1)).round(9)
+        for place in both.argsort(kind="stable")[:CUTS]:
+            low, high = int(values[ends[place]]), int(values[ends[place] + 1])
+            yes = column[rows] <= low
+            question = text if low < 0 else f"{text} <= {between(low, high)}"
+            found.setdefault(tuple(rows[yes].tolist()), (float(both[place]), question, tuple(rows[~yes].tolist())))
+    ranked = sorted(found.items(), key=lambda each: each[1][0])
+    return [(question, yes, no) for yes, (_, question, no) in ranked]
 
 
 def between(low: int, high: int) -> int:
@@ -98,12 +131,3 @@ def between(low: int, high: int) -> int:
     middle = max(1, low * high) ** 0.5
     powers = [1 << step for step in range(64) if low <= 1 << step < high]
     return min(powers, key=lambda power: abs(math.log(power / middle)), default=max(low, min(int(middle), high - 1)))
-
-
-@functools.cache
-def _pruned(tree: Tree, most: int) -> Tree:
-    """The best of the trees that remain where branches of a tree become leaves, with at most `most` leaves."""
-    firsts = range(1, most) if tree.sides else ()
-    cut = [tuple(map(_pruned, tree.sides, (first, most - first))) for first in firsts]
-    kept = [replace(tree, loss=sides[0].loss + sides[1].loss, sides=sides) for sides in cut]
-    return min([replace(tree, loss=tree.alone, question="", sides=()), *kept], key=lambda each: each.loss)

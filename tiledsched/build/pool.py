@@ -10,6 +10,7 @@ import concurrent.futures.process
 import contextlib
 import importlib
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -50,6 +51,16 @@ def start_process(folder: str, parent: int) -> None:
         if not named and before != folder:
             with contextlib.suppress(OSError):  # unless there is anything in it, and it is the script's own
                 os.rmdir(before)
+
+
+def run_sent(sent: bytes) -> Any:
+    """Call a function with a task, of both of which this is the pickle.
+
+    Reading it imports the module of the task's kernel, which may take seconds. The processes take what is sent to them one after
+    another, so that without this each would wait for the imports of those before it.
+    """
+    function, task = pickle.loads(sent)
+    return function(task)
 
 
 def default_jobs() -> int:
@@ -99,7 +110,8 @@ class BuildPool:
 
     def submit(self, task: BuildTask) -> concurrent.futures.Future[Built]:
         """Start one build, without waiting in :meth:`build`. Any thread may call it; :meth:`outcome` says what became of it."""
-        return self._schedule(compile_task, args=(task,), timeout=task.timeout_s + GRACE_S)
+        sent = pickle.dumps((compile_task, task))
+        return self._schedule(run_sent, args=(sent,), timeout=task.timeout_s + GRACE_S)
 
     def start(self) -> None:
         """Start the processes in the background, ahead of the first task. Safe to call again."""

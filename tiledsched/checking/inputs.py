@@ -23,7 +23,7 @@ from tiledsched.core.cases import (
 )
 from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.storage import LARGEST, is_float, to_float, to_storage
+from tiledsched.core.storage import LARGEST, MANTISSA_BITS, is_float, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""
@@ -219,7 +219,10 @@ def _representable(
                 if each.size and not sizes.size:
                     return False
             largest = float(sizes.max()) if sizes.size else 0.0
-            if not math.isfinite(largest) or largest > LARGEST.get(spec.dtype, math.inf) / 2:
+            room = (
+                1 if spec.dtype in MANTISSA_BITS else 2
+            )  # what is made 8-bit floats is scaled to their largest, or saturates
+            if not math.isfinite(largest) or largest > LARGEST.get(spec.dtype, math.inf) / room:
                 return False
             if tame and spec.absolute and largest * ROUNDING.get(spec.dtype, 0.0) > Tolerance.absolute:
                 return False

@@ -39,7 +39,7 @@ SETTINGS: dict[str, tuple[str, ...] | type] = {
     "gpu_wait": int,
     "capture": str,
     "remember": ("on", "new", "off"),
-    "masks": ("torch", "own"),
+    "masks": ("auto", "own", "torch"),
     "log_level": ("debug", "info", "warning", "error"),
 }
 """Every setting and its allowed values, or their type where any will do. docs/serving.md has the same list."""
@@ -91,9 +91,9 @@ class Settings:
     remember: str = "on"
     """What :func:`tiledsched.exhaustive_search` does with stored results. on: it answers from them and adds to them; new: it
     measures again and replaces them; off: it neither reads nor stores any."""
-    masks: str = "torch"
-    """What computes `sdpa` with a mask tensor or dropout. torch: torch's attention; own: our kernel, which is experimental: no
-    GPU has run it yet."""
+    masks: str = "auto"
+    """What computes `sdpa` with a mask tensor or dropout. torch: torch's attention; own: our kernel; auto: our kernel for mask
+    tensors where it was measured to be faster, and torch for the rest."""
     log_level: str | None = None
     """Least level of messages that the logger `tiledsched` prints to stderr; None leaves logging to the program."""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)

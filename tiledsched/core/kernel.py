@@ -328,7 +328,7 @@ def check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
     elif not callable(each.shape):
         _fail(kernel, name, f'its shape must be text, as in "rows columns", or a function of p, got {each.shape!r}')
     dtypes = [field for field, kind in kernel.fields.items() if isinstance(kind, Choice) and kind.is_dtype]
-    if (each.dtype or "dtype") not in (*dtypes, *DTYPES):
+    if (each.dtype or "dtype") not in (*dtypes, *DTYPES, *kernel.derived):
         known = ", ".join([*dtypes, *DTYPES])
         word = each.dtype or "dtype"
         meant = did_you_mean(word, (*dtypes, *DTYPES))

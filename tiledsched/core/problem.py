@@ -570,8 +570,8 @@ class Declaration:
         each = cls.array_fields[name]
         absent = not cls.present(name, p)
         dtype = each.dtype or "dtype"
-        if dtype in cls.fields:
-            dtype = str(p.values[dtype])
+        if dtype in cls.fields or dtype in cls.derived:
+            dtype = str(getattr(p, dtype))
         layout = str(getattr(p, each.layout)) if each.layout in cls.fields else each.layout
         shapes = cls._shapes(each, p, s)
         if absent and each.role == "in":

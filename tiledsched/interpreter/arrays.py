@@ -7,6 +7,7 @@ from typing import Any
 import cuda.tile as ct
 import numpy as np
 
+from tiledsched.interpreter.registry import implements
 from tiledsched.interpreter.values import (
     BOOL,
     CATEGORY,
@@ -93,6 +94,11 @@ class Array(ct.Array):
         part = (slice(None),) * axis + (slice(first, last),)
         return Array(self.name, self.data[part], self.writers[part], self.launch, index_dtype=self.index_dtype)
 
+    @property
+    def foreign_pointer(self) -> Any:
+        """The address of the first element, from which `ct.Array.from_foreign` makes another view."""
+        return self
+
     def tiled_view(
         self, tile_shape: Any, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED, traversal_steps: Any = None
     ) -> TiledView:
@@ -118,6 +124,24 @@ class Array(ct.Array):
                 f"{int(writers[others].flat[0]) - 1}; which value stays depends on timing"
             )
         view[region] = self.launch.serial
+
+
+@implements("Array.from_foreign")
+def from_foreign(pointer: Array, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> Array:
+    """A view of the memory of the array whose `foreign_pointer` is given. The tiles taken of it are not noted as that array's."""
+    sizes, steps = ([int(each) for each in some] for some in (shape, strides))
+    data, writers = pointer.data, pointer.writers
+    held = 1 + sum((size - 1) * stride // data.itemsize for size, stride in zip(data.shape, data.strides, strict=True))
+    if min(sizes) > 0 and 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) > held:
+        raise OutsideError(
+            f"{pointer.name}: a view of shape {sizes} and strides {steps} reaches beyond its {held} elements"
+        )
+    seen, noted = (
+        np.lib.stride_tricks.as_strided(each, sizes, [each.itemsize * step for step in steps])
+        for each in (data, writers)
+    )
+    name = f"{pointer.name} from its first element on"
+    return Array(name, seen, noted, pointer.launch, index_dtype=pointer.index_dtype)
 
 
 class TiledView(ct.TiledView):

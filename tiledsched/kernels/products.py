@@ -53,3 +53,18 @@ def elements_of(row, column, ROWS, COLUMNS):
     """
     rows = row * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]
     return rows, column * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32)[None, :]
+
+
+def part_view(array, ROWS, PART, const):
+    """A matrix as a grid of tiles of `ROWS` rows and the columns of one part of a work tile, with zeros beyond the edge."""
+    width = const.REST_N if PART else const.TILE_N
+    # First parts stand apart by the second ones between them; where second parts begin is a multiple of their own width.
+    step = const.REST_N if PART else const.TILE_N + const.REST_N
+    return array.tiled_view((ROWS, width), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(ROWS, step))
+
+
+def column_of(work, PART, const):
+    """Index of one part of a work tile in its view."""
+    if PART == 0:
+        return work.column
+    return work.column * (const.TILE_N // const.REST_N + 1) + const.TILE_N // const.REST_N

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import numpy
+
 import tiledsched.core.fields as ts
+from tiledsched.core.arrays import Tolerance
 from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
@@ -126,6 +129,79 @@ class RowKernel(RowFields, OneFunction):
     def grid(p: Problem, s: Schedule, device: Any) -> tuple[int]:
         """One block per tile of rows; as many as fit at once where blocks are persistent."""
         return (grid_blocks(-(-p.rows // s.number("TILE_ROWS")), s, device, persistent=bool(s["PERSISTENT"])),)
+
+
+LARGEST, LEAST_HIGHEST = 448.0, 1e-12
+"""Those of `rows`."""
+ROUNDING_ERROR = 0.06
+"""Largest relative error of rows over their scale: rounding to four significant bits costs at most 1/17 of a number. That holds
+for each element, so for tiles of any size, and where an element lies between two numbers and is rounded either way.
+"""
+TEST_SCALE = 0.003
+"""The scale given to tests: elements of more than 1.34 do not fit."""
+
+
+class QuantizedRows(RowKernel):
+    """What kernels add to whose rows are rounded to float8_e4m3fn; each is a :class:`Kernel`, too.
+
+    A row's scale is its largest magnitude over 448, the largest float8_e4m3fn; or a scale is given, one for all rows. What is
+    stored is the row over its scale, rounded to nearest even, and the largest number of its sign where an element does not fit.
+    NaN stays NaN; a row with an infinity and a scale of its own becomes NaN.
+    """
+
+    static = ts.flag()
+    Given = ts.array("1", dtype="float32", when="static")
+    Out = ts.out("rows columns", dtype="float8_e4m3fn")
+    Scale = ts.out("rows", dtype="float32")
+
+    knobs: ClassVar[Mapping[str, Any]] = {
+        **KNOBS,
+        "TILE_COLUMNS": replace(KNOBS["TILE_COLUMNS"], choices=(2048, 1024, 512, 4096, 8192, 16384), default=2048),
+        "num_worker_warps": replace(KNOBS["num_worker_warps"], default=8),
+        "occupancy": ts.knob((2, 1, 3, 4, 8), about="blocks an SM should hold", weight=0.4),
+    }
+    constraints: ClassVar[Mapping[str, str]] = {
+        **CONSTRAINTS,
+        "HOLD or TILE_COLUMNS >= columns": "a row is held until its scale is known",
+    }
+    exploring: ClassVar[Mapping[str, str]] = {
+        "TILE_COLUMNS < 2 * columns or TILE_COLUMNS == 512": "less than half of the tile would be used",
+        "HOLD": "a row of one tile is held in any case",
+        "TILE_COLUMNS >= columns or 16 * TILE_COLUMNS >= columns": "more tiles of a row were not tried",
+        "TILE_ROWS == 1 or columns <= 1024": "several rows were slower on the H200, unless they are short",
+        "loads == 'tma' or TILE_COLUMNS <= 1024 or columns > 4096": "several tiles of a row were faster on the H200",
+        "num_worker_warps == 8 or TILE_COLUMNS <= 1024 or loads == 'tma' or static": "a thread loads at most 16 elements",
+        "num_worker_warps == 4 or TILE_COLUMNS >= 2048": "a thread would load less than 16 bytes",
+        "PERSISTENT == (loads == 'tma')": "threads that load for themselves fill the SMs in a plain grid",
+        "loads != 'tma' or TILE_COLUMNS >= columns": "TMA is tried where a row is one tile",
+        "occupancy == 1 or occupancy * (columns + 512 * num_worker_warps) <= 65536": "registers hold no more rows",
+    }
+
+    @staticmethod
+    def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
+        """A scale that is too small for some elements."""
+        return {"Given": xp.full(1, TEST_SCALE, dtype=numpy.float32)}
+
+    @staticmethod
+    def tolerance(p: Problem, s: Schedule) -> Tolerance:
+        """That of the types, and for 8-bit outputs that of one rounding, of numbers as exact as float32."""
+        usual = Tolerance.of_types(["float32", str(p.dtype)], [p.dtype])
+        return replace(usual, by_type=(*usual.by_type, ("float8_e4m3fn", ROUNDING_ERROR)))
+
+
+def reference_quantized(xp: Any, rows: Any, Given: Any) -> tuple[Any, Any]:
+    """(rows over their scale, before they are rounded; the scale of each row), by NumPy or CuPy."""
+    highest = xp.abs(rows).max(-1) if rows.shape[1] else xp.zeros(len(rows))
+    scale = xp.maximum(highest, LEAST_HIGHEST) / LARGEST if Given is None else Given + xp.zeros(len(rows))
+    return xp.clip(rows / scale[:, None], -LARGEST, LARGEST), scale
+
+
+def torch_quantized(rows: Any, Given: Any) -> tuple[Any, Any]:
+    """(float32 rows as float8_e4m3fn, the scale of each row), by torch's functions."""
+    from torch import float8_e4m3fn
+
+    scale = rows.abs().amax(-1).clamp(min=LEAST_HIGHEST) / LARGEST if Given is None else Given.expand(len(rows))
+    return (rows * (1.0 / scale)[:, None]).clamp(-LARGEST, LARGEST).to(float8_e4m3fn), scale.contiguous()
 
 
 def row_coverage(p: Problem, s: Schedule) -> tuple[int, bool]:

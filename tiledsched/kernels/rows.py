@@ -20,6 +20,10 @@ Bool = ct.Constant[bool]
 LOG2_E = 1.0 / math.log(2.0)
 PLAIN, TMA, GATHER = range(3)
 """How rows move, by the index into `row_schedules.LOADS`."""
+LARGEST = 448.0
+"""The largest float8_e4m3fn."""
+LEAST_HIGHEST = 1e-12
+"""The least that a row's largest magnitude counts as: it keeps rows of zeros from being divided by zero."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,69 @@ def load_tile(array, row, column, const):
     )
 
 
+def is_rotated(array, const):
+    """Whether :func:`load_rotated` is faster: for rows that begin anywhere, of which a plain load takes an element at a time."""
+    begins_anywhere = const.COLUMNS % elements_of_16_bytes(array) != 0
+    return const.LOADS == PLAIN and const.TILE_ROWS == 1 and begins_anywhere and rotated_tiles(array, const) > 0
+
+
+def elements_of_16_bytes(array):
+    """Elements of an array of floats that 16 bytes hold, which is the most that a thread loads at once."""
+    return 4 if array.dtype == ct.float32 else 8
+
+
+def rotated_tiles(array, const):
+    """Tiles of a rotated row of which the elements are neighbours in memory, wherever the row begins."""
+    return (const.COLUMNS - elements_of_16_bytes(array) + 1) // const.TILE_COLUMNS
+
+
+def load_rotated(array, row, j, whole, const):
+    """The `j`-th tile of a row that begins with its first element at a multiple of 16 bytes, `[1, TILE_COLUMNS]`, in the type of
+    `array`: the elements before that one come last. What is beyond the row's end is undetermined.
+
+    `whole` tells whether the tile is one of :func:`rotated_tiles`, which are loaded 16 bytes at a time.
+    """
+    unit = elements_of_16_bytes(array)
+    begin = row * array.strides[0]
+    ahead = (unit - begin % unit) % unit
+    if whole:
+        storage = ct.Array.from_foreign(array.foreign_pointer, (begin + const.COLUMNS,), (1,))
+        first = ct.assume_divisible_by(begin + ahead, unit)
+        size = rotated_tiles(array, const) * const.TILE_COLUMNS  # a constant, so that no element is masked
+        aligned = storage.slice(0, first, first + size)
+        return ct.load(aligned, (j,), (const.TILE_COLUMNS,), allow_tma=False)[None, :]
+    column = column_indices(j, const) + ahead
+    return ct.gather(array, (row, ct.where(column < const.COLUMNS, column, column - const.COLUMNS)))
+
+
 def store_rows(array, row, column, tile, const):
     """Store a float32 tile at (row, column), counted in tiles, rounded to the type of `array`."""
     if const.LOADS == GATHER:
         ct.scatter(array, elements_of(row, column, const), tile.astype(array.dtype))
     else:
         ct.store(array, (row, column), tile.astype(array.dtype), allow_tma=None if const.LOADS == TMA else False)
+
+
+def store_quantized(Out, Scale, Given, row, tiles, const):
+    """Store the tiles of a tile of rows, float32 and 0 beyond the edge, over a scale and rounded to 8-bit floats; and the scale.
+
+    Each row's own scale brings its largest element to the largest number of `Out`; a scale that is `Given`, `[1]`, may be too
+    small for some elements, for which the largest number is stored.
+    """
+    if Given is None:
+        highest = ct.abs(tiles[0])
+        for j in ct.static_iter(range(1, column_tiles(const))):
+            highest = ct.maximum(highest, ct.abs(tiles[j]))
+        scale = ct.maximum(ct.max(highest, axis=1, keepdims=True), LEAST_HIGHEST) / LARGEST
+    else:
+        scale = ct.zeros((const.TILE_ROWS, 1), ct.float32) + ct.load(Given, (0,), (1,)).item()
+    ct.store(Scale, (row,), scale.reshape((const.TILE_ROWS,)), allow_tma=False)
+    inverse = 1.0 / scale
+    for j in ct.static_iter(range(column_tiles(const))):
+        x = tiles[j] * inverse
+        if Given is not None:
+            x = ct.where(x > LARGEST, LARGEST, ct.where(x < -LARGEST, -LARGEST, x))  # NaN stays NaN
+        store_rows(Out, row, j, x, const)
 
 
 def load_vector(array, column, const):

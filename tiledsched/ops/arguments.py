@@ -19,6 +19,8 @@ from tiledsched.serve import process
 
 DTYPES = (torch.float16, torch.bfloat16)
 """The dtypes that the kernel computes in."""
+EIGHT_BIT_DTYPE = torch.float8_e4m3fn
+"""The dtype of keys and values in 8 bits."""
 CAUSAL: dict[Any, str | None] = {False: None, True: "top_left", "top_left": "top_left", "bottom_right": "bottom_right"}
 """The values that `causal` may have, and where each aligns the causal mask; None for no mask."""
 
@@ -103,8 +105,12 @@ def _read_bias(attn_mask: Any, q: Any, k: Any) -> tuple[Any, str | None]:
     return None, "top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"
 
 
-def check_tensors(q: Any, k: Any, v: Any) -> None:
+def check_tensors(q: Any, k: Any, v: Any, *, eight_bits: bool = False) -> None:
     """Raise where no attention has these arguments.
+
+    Args:
+        q, k, v: what the caller gave.
+        eight_bits: whether k and v have 8 bits, and scales.
 
     Raises:
         ProblemError: not tensors, or on several devices, of several dtypes, or of shapes that do not fit together.
@@ -116,8 +122,16 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
             raise ProblemError(f"{name} must be [batch, heads, rows, head_dim], got {tensor.ndim} axes")
     if k.device != q.device or v.device != q.device:
         raise ProblemError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ProblemError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if eight_bits and (k.dtype, v.dtype) != (EIGHT_BIT_DTYPE, EIGHT_BIT_DTYPE):
+        raise ProblemError(
+            f"k_scale and v_scale are for k and v of {EIGHT_BIT_DTYPE}, got {k.dtype} and {v.dtype}; convert them, or leave the "
+            "scales out"
+        )
+    if not eight_bits and (k.dtype != q.dtype or v.dtype != q.dtype):
+        raise ProblemError(
+            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+            + f"; k and v of {EIGHT_BIT_DTYPE} need k_scale and v_scale" * (k.dtype == EIGHT_BIT_DTYPE)
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ProblemError(f"q and k must agree in head_dim (the last axis), got {_shape(q)} and {_shape(k)}")
     if k.shape[-2] != v.shape[-2]:

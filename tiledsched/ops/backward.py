@@ -77,6 +77,8 @@ def _unserved(call: AttentionCall) -> str:
     q, k, v, _, scale, _, features = call
     if features.block_table is not None:
         return "gradients are required and keys lie in pages"
+    if features.k_scale is not None:
+        return "gradients are required and keys have 8 bits"
     reason = odd_scale(scale) or unserved(q, k, v, None, 0.0)
     if not reason and not is_transformed() and any(map(_spans_more, (q, k, v))):
         return "gradients are required and a tensor spans more than 2**31 elements; call .contiguous() on it"
@@ -213,7 +215,7 @@ class BackwardCall(NamedTuple):
     def by_torch(self) -> Gradients:
         """The gradients of torch's attention, which is computed once more, laid out like our own."""
         q, k, v, causal, scale, _, features = self.forward
-        if features.gradients_by_reference is not None:
+        if features.gradients_by_reference is not None and features.attn_mask is None:
             return _four(features.gradients_by_reference(self))
         # An operator is called with autograd left out.
         records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)

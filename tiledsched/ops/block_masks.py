@@ -20,6 +20,7 @@ from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.lists import lists_kernel
 from tiledsched.kernels.attention.torch_mods import tile_mods
 from tiledsched.kernels.attention.variants import BLOCK, HEAD, ordered_blocks, variant
+from tiledsched.kernels.attention_backward import masks
 from tiledsched.ops.arguments import check_tensors
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
@@ -266,7 +267,16 @@ def fill_lists(q: Tensor, k: Tensor, arrays: Sequence[Tensor], kernel: str) -> A
     plan = cache.find(key, make)
     if isinstance(plan, str):
         raise UnsupportedError(f"block_mask: {plan}")
-    return launch_first(cache, key, plan, lambda plan: launch_plan(plan, tensors, first=True), make)
+    # Only for mask tensors: lists that an author keeps are to name no block in vain.
+    stand_in = (lambda plan: _every_block(shape, q)) if kernel_named(kernel).declared_in == masks.__name__ else None
+    return launch_first(cache, key, plan, lambda plan: launch_plan(plan, tensors, first=True), make, stand_in)
+
+
+def _every_block(shape: tuple[int, ...], q: Tensor) -> Tensor:
+    """Lists that name every block as seen in part: right for every mask, while what finds the blocks is compiled."""
+    blocks = shape[3] - HEAD
+    numbers = torch.arange(-HEAD, blocks, dtype=torch.int32, device=q.device)
+    return torch.where(numbers < 0, blocks, numbers).expand(shape).contiguous()
 
 
 def _problem(shape: tuple[int, ...], q: Tensor, k: Tensor, arrays: Sequence[Tensor], kernel: str) -> Problem:

@@ -77,6 +77,14 @@ def attend_in_torch(
         return_lse: return a pair.
         features: everything else.
     """
+    if features.k_scale is not None:
+        k, v = (
+            (each.float() * by.float().reshape((-1, 1, 1, 1) if features.kv8 == "page" else (-1, 1, 1))).to(q.dtype)
+            for each, by in ((k, features.k_scale), (v, features.v_scale))
+        )
+        features = features._replace(k_scale=None, v_scale=None)
+    if features.attn_mask is not None:
+        attn_mask, features = features.attn_mask, NO_FEATURES
     if features.by_reference is not None:
         out, lse = features.by_reference(q, k, v, scale)
     elif features.is_varlen:
@@ -103,14 +111,15 @@ def computes_at_once(
     """
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
-    if features.by_reference is not None:
+    if features.by_reference is not None and features.attn_mask is None:
         return False
     if features.is_varlen:
         if features.cu_seqlens_q is not None:
             batch, rows = features.cu_seqlens_q.shape[0] - 1, features.max_seqlen_q
         keys = features.max_seqlen_k if features.block_table is None else keys * features.block_table.shape[1]
         return 0 < batch * heads * rows * keys <= most
-    in_full = any(features.key) or lse or (causal == "bottom_right" and rows > keys)
+    in_full = any(features.key) and features.attn_mask is None
+    in_full = in_full or lse or (causal == "bottom_right" and rows > keys)
     return not in_full or batch * heads * rows * keys <= most
 
 

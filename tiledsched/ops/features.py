@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -15,6 +16,8 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.options import ARRAYS, FeatureArguments
 from tiledsched.kernels.attention_backward import AttentionBackward
 from tiledsched.ops.arguments import check_array
+from tiledsched.serve import process
+from tiledsched.serve.execute import is_traced
 
 
 class AttentionFeatures(FeatureArguments):
@@ -31,6 +34,8 @@ class AttentionFeatures(FeatureArguments):
     """What computes calls that the kernel does not serve."""
     by_reference: ClassVar[Any] = None
     """Computes them from q, k, v and the scale; None where torch's attention does."""
+    attn_mask: ClassVar[Any] = None
+    """A mask tensor with which torch's attention computes them; None where no tensor says them."""
     gradients_by_reference: ClassVar[Any] = None
     """Computes the gradients of a `BackwardCall`; None likewise."""
     forward_operator: ClassVar[Any] = None
@@ -50,7 +55,14 @@ class AttentionFeatures(FeatureArguments):
             None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1,
             None if self.block_table is None else self.block_table.shape,
             self.window_right,
+            self.kv8,
         )
+
+    @property
+    def kv8(self) -> str:
+        """What keys and values in 8 bits have a scale for, as the problem names it; empty where they have q's dtype."""
+        shape = () if self.k_scale is None else self.k_scale.shape
+        return {0: "", 1: "head", 2: "page"}[len(shape)] if shape != (1,) else "tensor"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -68,7 +80,7 @@ class AttentionFeatures(FeatureArguments):
 
     def with_tensors(self, tensors: Sequence[Any]) -> AttentionFeatures:
         """The same features with other tensors, in the order of :attr:`tensors`."""
-        return AttentionFeatures._make((*self[:2], *tensors, *self[8:]))
+        return AttentionFeatures._make((*self[:2], *tensors[:6], *self[8:11], *tensors[6:]))
 
     @property
     def is_varlen(self) -> bool:
@@ -100,7 +112,10 @@ class AttentionFeatures(FeatureArguments):
         if self.sinks is not None:
             found["Sinks"] = self.sinks.detach().to(q.dtype).contiguous()
         for name, each in zip(ARRAYS, self.tensors, strict=True):
-            if each is not None and name not in found:
+            if each is not None and ARRAYS[name].dtype == "float32":
+                usual = each.dtype is torch.float32 and each.ndim == 1 and each.is_contiguous()
+                found[name] = each if usual else each.detach().float().contiguous().view(-1)
+            elif each is not None and name not in found:
                 usual = each.dtype is torch.int32 and each.is_contiguous()
                 found[name] = each if usual else each.to(torch.int32).contiguous()
         return found
@@ -111,7 +126,7 @@ Window: TypeAlias = "int | tuple[int, int] | None"
 """The type of the `window` argument of `sdpa`."""
 ALL_KEYS = 1 << 30
 """Stands for every key after a row's own: more than there are, and within 32 bits when added to a row."""
-FEATURE_ARGUMENTS = ("window", "softcap", "sinks", "key_starts", "key_lengths")
+FEATURE_ARGUMENTS = ("window", "softcap", "sinks", "key_starts", "key_lengths", "k_scale", "v_scale")
 """The arguments of `sdpa` that :func:`read_features` reads, in its order."""
 
 
@@ -124,6 +139,9 @@ def read_features(
     sinks: Any = None,
     key_starts: Any = None,
     key_lengths: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    pages: int = 0,
 ) -> tuple[str | None, AttentionFeatures]:
     """The features that these arguments of `sdpa` mean, checked, and where the causal mask is aligned: a window of two sides
     needs a causal mask.
@@ -131,12 +149,13 @@ def read_features(
     Args:
         q, k: tensors that fit together.
         alignment: of the causal mask; None for no mask.
-        window, softcap, sinks, key_starts, key_lengths: as the caller gave them; None for those not given.
+        window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale: as the caller gave them; None for those not given.
+        pages: entries of k, where these are pages.
 
     Raises:
         ProblemError: one has a value that is not allowed, or does not fit q and k.
     """
-    if window is None and softcap is None and sinks is None and key_starts is None and key_lengths is None:
+    if all(each is None for each in (window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale)):
         return alignment, NO_FEATURES
     right = 0
     if isinstance(window, (tuple, list)):
@@ -161,8 +180,72 @@ def read_features(
     for name, each in (("key_starts", key_starts), ("key_lengths", key_lengths)):
         if each is not None:
             check_array(name, each, f"batch = {batch}", (batch,), q)
-    found = AttentionFeatures(window or 0, float(softcap or 0.0), sinks, key_starts, key_lengths, window_right=right)
+    found = AttentionFeatures(
+        window or 0,
+        float(softcap or 0.0),
+        sinks,
+        key_starts,
+        key_lengths,
+        window_right=right,
+        **read_kv_scales(k, k_scale, v_scale, pages),
+    )
     return alignment, found if any(found.key) else NO_FEATURES
+
+
+def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, Any]:
+    """The scales of keys and values in 8 bits as tensors `[1]`, `[kv_heads]` or `[pages, 1]`.
+
+    Args:
+        k: `[..., kv_heads, rows, columns]`.
+        k_scale, v_scale: numbers, or tensors of one number, `[kv_heads]`, `[pages]` or `[pages, 1]`; None for none.
+        pages: entries of k, where these are pages.
+
+    Raises:
+        ProblemError: one is missing or is something else, or they have different shapes.
+    """
+    if k_scale is None and v_scale is None:
+        return {}
+    kv_heads = k.shape[-3] if k.ndim > 2 else 1
+    sizes: dict[Any, tuple[int, ...]] = {
+        **({(pages,): (pages, 1), (pages, 1): (pages, 1)} if pages else {}),
+        (kv_heads,): (kv_heads,),
+        (): (1,),
+        (1,): (1,),
+    }
+    found: dict[str, Any] = {}
+    # What a captured graph writes is not there before its first replay.
+    make = _number if is_traced() or process.runtime.is_capturing() else _kept_number
+    for name, each in (("k_scale", k_scale), ("v_scale", v_scale)):
+        each = make(float(each), k.device) if type(each) in (int, float) else each
+        shape = tuple(each.shape) if isinstance(each, torch.Tensor) else None
+        if shape not in sizes or not each.is_floating_point() or each.device != k.device:
+            got = f"{each.dtype} {shape} on {each.device}" if shape is not None else repr(each)
+            raise ProblemError(
+                f"{name} must be a number, or a floating-point tensor on k's device of one number, [kv_heads = {kv_heads}]"
+                f"{f' or [pages = {pages}]' if pages else ''}, got {got}; keys and values in 8 bits need k_scale and v_scale"
+            )
+        found[name] = each.reshape(sizes[shape])
+    if found["k_scale"].shape != found["v_scale"].shape:
+        raise ProblemError(
+            f"k_scale and v_scale must have one shape, got {tuple(found['k_scale'].shape)} and "
+            f"{tuple(found['v_scale'].shape)}; expand one of them"
+        )
+    return found
+
+
+def _number(value: float, device: Any) -> Any:
+    """A tensor of one number."""
+    return torch.full((1,), value, dtype=torch.float32, device=device)
+
+
+_kept_number = functools.lru_cache(256)(_number)
+"""Those of a model are few, and each takes a launch to make."""
+
+
+def in_words(each: Any, numbers: int, kind: str) -> Any:
+    """A tensor of 8-bit numbers as the kernel takes it, as words of `numbers`. One whose rows are no whole words is copied."""
+    split = each.stride(-1) != 1 or any(step % numbers for step in (*each.stride()[:-1], each.storage_offset()))
+    return (each.contiguous() if split else each).view(getattr(torch, kind))
 
 
 def _two_sides(window: Any, alignment: str | None) -> tuple[int | None, str | None, int]:

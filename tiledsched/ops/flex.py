@@ -21,6 +21,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
+from tiledsched.kernels.attention_backward import masks
 from tiledsched.kernels.attention_backward.variants import gradient_of
 from tiledsched.ops.arguments import check_tensors, heads_grouped, odd_scale, read_scale
 from tiledsched.ops.backward import backward_flops, differentiate, read_call, register as register_gradients
@@ -187,6 +188,8 @@ class FlexFeatures(AttentionFeatures):
     """What a call of `flex` has in the place of the features of `sdpa`: its kernel, and what that takes beside q, k and v."""
 
     front, elsewhere = "flex", "its reference, in float64 on the CPU"
+    masked = False
+    """Whether the functions are those of a mask tensor of `sdpa`."""
 
     lists: Any
     """The lists of blocks; None where the problem has none."""
@@ -197,7 +200,17 @@ class FlexFeatures(AttentionFeatures):
         """A variant by the name of its kernel."""
         made = super().__new__(cls)
         made.kernel, made.lists, made.arrays = kernel_named(kernel), lists, arrays  # type: ignore[misc]
+        if made.kernel.declared_in == masks.__name__:
+            made.front, made.elsewhere, made.masked = "sdpa", AttentionFeatures.elsewhere, True  # type: ignore[misc]
         return made
+
+    @property
+    def attn_mask(self) -> Any:
+        """The mask tensor of `sdpa` that the functions stand for; None where they are others."""
+        if not self.masked:
+            return None
+        mask = self.arrays[0].view(torch.bool) if self.arrays[0].dtype == torch.uint8 else self.arrays[0]
+        return mask if mask.ndim == 4 else mask[:, :, None]
 
     @property
     def gradients_kernel(self) -> KernelClass:  # type: ignore[override]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import SHIPPED, kernel_named
+from tiledsched.serve import process
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 GRADIENTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {}
@@ -83,6 +84,15 @@ def takes_tensors(function: Called) -> Called:
     return cast(Called, checked)
 
 
+def are_served(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether all tensors are there, on one GPU, and of one type that the kernels of rows take: float16 or bfloat16."""
+    return (
+        first.dtype in (torch.float16, torch.bfloat16)
+        and first.device.type == process.runtime.device_type
+        and all(each is not None and (each.dtype, each.device) == (first.dtype, first.device) for each in others)
+    )
+
+
 def flat_rows(x: Tensor) -> Tensor:
     """`[rows, columns]`."""
     return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
@@ -98,3 +108,21 @@ def check_shape(name: str, given: Tensor, like: str, shape: Any) -> None:
         raise ProblemError(
             f"{name} must have the shape of {like}, {tuple(shape)}, got {tuple(given.shape)}; reshape it"
         )
+
+
+def read_scale(quantize: Any) -> Tensor | None:
+    """The scale that `quantize` gives all rows, `[1]`; None where it is "row", and each row gets its own.
+
+    Raises:
+        ProblemError: it is neither.
+    """
+    if isinstance(quantize, Tensor) and quantize.numel() == 1:
+        return quantize.reshape(1)
+    if isinstance(quantize, str) and quantize == "row":
+        return None
+    raise ProblemError('quantize must be "row", or a float32 tensor of one element, the scale of all rows')
+
+
+def returned_scale(scale: Tensor, quantize: Any, like: Tensor) -> Tensor:
+    """The scales of rows as a caller gets them: `[..., 1]` beside `like`, or the tensor that was given."""
+    return scale.reshape(*like.shape[:-1], 1) if isinstance(quantize, str) else quantize

@@ -15,6 +15,7 @@ from tiledsched.kernels.attention.dropout import Dropout
 from tiledsched.kernels.attention.shipped_mods import additive_mask, boolean_mask, causal_mask
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention.variants import variant
+from tiledsched.kernels.attention_backward.masks import mask_kernel
 from tiledsched.ops.arguments import odd_scale, unserved
 from tiledsched.ops.block_masks import find_lists, types_of
 from tiledsched.ops.flex import flex_lse_operator, flex_operator
@@ -24,6 +25,8 @@ from tiledsched.serve.plan import beyond_int32
 
 MOST_DROPPED = 0.99
 """Largest probability of dropout that our kernel serves: in float16 what it divides probabilities by must not be much smaller."""
+MEASURED_ARCHS = ("sm_90",)
+"""Where mask tensors were timed beside those of torch's backends."""
 
 
 def attend_masked(
@@ -50,7 +53,9 @@ def attend_masked(
         if found is None:
             return None
         return (found[0][0], found[1][0]) if return_lse else found[0]
-    if not is_own() or odd_scale(scale) or unserved(q, k, v, None, 0.0) or not 0 <= dropout_p <= MOST_DROPPED:
+    if odd_scale(scale) or unserved(q, k, v, None, 0.0) or not 0 <= dropout_p <= MOST_DROPPED:
+        return None
+    if not (is_own() or (is_faster(q.get_device()) and not dropout_p and q.shape[2] > 1)):
         return None
     if (
         torch._C._are_functorch_transforms_active()
@@ -77,7 +82,9 @@ def attend_masked(
 
 def kernel_of(score_mod: Any, mask_mod: Any, types: tuple[tuple[int, str], ...], dropout_p: float) -> str:
     """The name of the kernel of a mask and a probability of dropout, which is made first where need be."""
-    return variant(score_mod, mask_mod, types, None, dropout(dropout_p) if dropout_p else None).name
+    if not dropout_p:
+        return str(mask_kernel(mask_mod is boolean_mask, *types[0]).name)
+    return variant(score_mod, mask_mod, types, None, dropout(dropout_p)).name
 
 
 dropout = functools.lru_cache(maxsize=256)(Dropout)
@@ -85,12 +92,19 @@ dropout = functools.lru_cache(maxsize=256)(Dropout)
 
 
 def is_own() -> bool:
-    """Whether the setting `masks` leaves such calls to our kernel."""
+    """Whether the setting `masks` leaves all such calls to our kernel."""
     return process.settings().masks == "own"
+
+
+def is_faster(index: int) -> bool:
+    """Whether the setting `masks` is `auto`, and mask tensors were measured on the architecture of device `index`, where those of
+    several rows were faster than any of torch's backends (docs/results/attention_variants.md)."""
+    return process.settings().masks == "auto" and process.device_facts(index).arch in MEASURED_ARCHS
 
 
 # Under torch.compile: called while tracing and not traced.
 is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]
 kernel_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -15,7 +15,7 @@ from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.ops import sharding
-from tiledsched.ops.arguments import needs_gradients, odd_scale, unserved
+from tiledsched.ops.arguments import EIGHT_BIT_DTYPE, needs_gradients, odd_scale, unserved
 from tiledsched.ops.backward import FEATURES, gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
@@ -118,9 +118,10 @@ def find_trained(q: Any, k: Any, v: Any, causal: str | None, scale: float | None
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Floating-point tensors cast to autocast's dtype, float64 excepted."""
+    """Floating-point tensors cast to autocast's dtype, but for float64, and keys and values in 8 bits."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    kept = (torch.float64, EIGHT_BIT_DTYPE)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in kept else x for x in tensors)
 
 
 def _keep_trained(key: tuple[Any, ...]) -> None:
@@ -150,7 +151,7 @@ class DifferentiableAttention(torch.autograd.Function):
     ) -> Any:
         """The output; with `lse` also the log-sum-exp. A `plan` is one that was launched before."""
         ctx.set_materialize_grads(False)
-        arrays = features.tensors
+        arrays = () if features is NO_FEATURES else features.tensors
         if plan is not None or (
             not is_transformed() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
         ):
@@ -167,7 +168,7 @@ class DifferentiableAttention(torch.autograd.Function):
                 else:
                     out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
         ctx.save_for_backward(q, k, v, out, sums, *arrays)
-        ctx.options = causal, scale, features.with_tensors((None,) * len(arrays)), deterministic
+        ctx.options = causal, scale, features.with_tensors((None,) * len(arrays)) if arrays else features, deterministic
         return (out, sums) if lse else out
 
     @staticmethod
@@ -176,7 +177,7 @@ class DifferentiableAttention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 10
         saved, (causal, scale, features, deterministic) = ctx.saved_tensors, ctx.options
-        features = features.with_tensors(saved[5:])
+        features = features if features is NO_FEATURES else features.with_tensors(saved[5:])
         found = gradients(dout, dlse, saved[:5], causal, scale, features, deterministic)
         wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
         if wanted[3] is not None:

@@ -156,7 +156,10 @@ def attention_call(arrays: Arrays) -> Any:
     from tiledsched.ops.plans import AttentionCall
 
     p, given, (q, k, v) = arrays.problem, arrays.by_name, arrays.tensors[:3]
-    features = NO_FEATURES
+    features, scales = NO_FEATURES, {}
+    if p.kv8:
+        k, v = (each.view(arrays.torch.float8_e4m3fn) for each in (k, v))
+        scales = {f"{n}_scale": given[f"{n.upper()}Scale"].view(*(-1, 1)[: 1 + (p.kv8 == "page")]) for n in "kv"}
     if p.has_features or p.is_varlen:
         features = AttentionFeatures(
             window=p.window,
@@ -168,6 +171,7 @@ def attention_call(arrays: Arrays) -> Any:
             cu_seqlens_q=given.get("CuQ"),
             cu_seqlens_k=given.get("CuK"),
             block_table=given.get("Table"),
+            **scales,
             **dict(zip(("max_seqlen_q", "max_seqlen_k"), longest(p, arrays.tensors), strict=False)),
         )
     return AttentionCall(q, k, v, p.alignment if p.causal else None, None, False, features)
@@ -195,12 +199,14 @@ def served_call(arrays: Arrays) -> Call:
     if p.window_right and p.alignment != "bottom_right" and (p.is_varlen or p.seq_q != p.seq_k):
         raise UnsupportedError("a window of two sides is aligned at each sequence's last key")
     served_plan(arrays)
-    (q, k, v), features = arrays.tensors[:3], attention_call(arrays).features
+    q, k, v, *_, features = attention_call(arrays)
     more: dict[str, Any] = {
         "causal": p.alignment if p.causal and not p.window_right else False,
         "sinks": features.sinks,
         "window": (p.window - 1, p.window_right) if p.window_right else p.window or None,
         "softcap": features.softcap or None,
+        "k_scale": features.k_scale,
+        "v_scale": features.v_scale,
     }
     if not p.is_varlen:
         more |= {"key_starts": features.key_starts, "key_lengths": features.key_lengths}

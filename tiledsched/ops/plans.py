@@ -10,10 +10,11 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.backends import empty_output, raced
+from tiledsched.kernels.attention.problem import words_of
 from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.ops.arguments import check_tensors, unserved
-from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+from tiledsched.ops.features import NO_FEATURES, AttentionFeatures, in_words
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
 from tiledsched.serve.execute import launch_plan
@@ -82,8 +83,7 @@ class AttentionCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Any, ...]:
         """What a launch takes: q, k, v and the features' tensors."""
-        q, k, v, features = self.q, self.k, self.v, self.features
-        return (q, k, v) if features is NO_FEATURES else (q, k, v, *features.feature_arrays(q).values())
+        return (*as_read(*self[:3], self.features), *self.features.feature_arrays(self.q).values())
 
     def problem(self) -> Problem:
         """The problem that the tensors pose.
@@ -92,7 +92,7 @@ class AttentionCall(NamedTuple):
             ProblemError: the kernel has no such problem.
         """
         page = 0 if self.features.block_table is None else self.k.shape[2]
-        problem = self.features.kernel.problem(**self.fields(), page=page, lse=self.lse)
+        problem = self.features.kernel.problem(**self.fields(), page=page, kv8=self.features.kv8, lse=self.lse)
         if beyond_int32(self.tensors):  # pages are more than a call reads, and others may be parts of larger ones
             # As if derived of the sizes: the same problem, by functions with 64-bit indices.
             vars(problem)["wide"] = True
@@ -137,7 +137,7 @@ class AttentionCall(NamedTuple):
         """
         q, k, v, _, scale, _, features = self
         tensors = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
-        check_tensors(*tensors)
+        check_tensors(*tensors, eight_bits=features.k_scale is not None)
         reason = unserved(*tensors, None, 0.0)
         if reason:
             return reason
@@ -160,7 +160,8 @@ class AttentionCall(NamedTuple):
 
     def _plan_of(self, decision: Decision, numbers: dict[str, float]) -> Plan:
         q, value_columns = self.q, self.v.shape[3]
-        inputs = {"Q": q, "K": self.k, "V": self.v} | self.features.feature_arrays(q)
+        inputs = dict(zip("QKV", as_read(q, self.k, self.v, self.features), strict=True))
+        inputs |= self.features.feature_arrays(q)
         shape, dtype = (*q.shape[:3], value_columns), decision.problem.dtype
         outputs = {"Out": Output(shapes=(shape,), strides=(empty_output(q, value_columns).stride(),), dtype=dtype)}
         if self.lse:
@@ -215,8 +216,17 @@ def launch_attention(
         result = launch_plan(plan, (q, k, v), None, first, keep_zeros)
     else:
         extras = () if features.cu_seqlens_q is None else longest_sequence(plan.problem, features)
-        result = launch_plan(plan, (q, k, v, *features.feature_arrays(q).values()), None, first, keep_zeros, extras)
+        tensors = (*as_read(q, k, v, features), *features.feature_arrays(q).values())
+        result = launch_plan(plan, tensors, None, first, keep_zeros, extras)
     return (result[0], result[1].squeeze(-1)) if lse else result
+
+
+def as_read(q: Any, k: Any, v: Any, features: AttentionFeatures) -> tuple[Any, Any, Any]:
+    """q, k and v as the kernel takes them: keys and values in 8 bits in words."""
+    if features.k_scale is None:
+        return q, k, v
+    words = words_of(k.shape[3], v.shape[3])
+    return q, in_words(k, *words), in_words(v, *words)
 
 
 def _place(offsets: Any) -> tuple[Any, ...]:

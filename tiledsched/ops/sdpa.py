@@ -49,6 +49,8 @@ def sdpa(
     sinks: Tensor | None = None,
     key_starts: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     deterministic: bool | None = None,
 ) -> Any:
     """Scaled dot-product attention, softmax(scale * q @ k^T, masked) @ v, on the tuned schedule.
@@ -58,7 +60,8 @@ def sdpa(
     Args:
         q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
             `[heads, seq_q, head_dim]`, and k and v alike.
-        k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device; heads a multiple of kv_heads.
+        k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device, or, with scales, of float8_e4m3fn; heads a multiple of
+            kv_heads.
         v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
         attn_mask: a mask tensor (left to torch, unless the setting `masks` is `own`, or it is `[batch or 1, 1, 1, seq_k]` and
             hides padding at the ends only, which is read from the GPU in each call; key_starts and key_lengths say it without a
@@ -81,6 +84,8 @@ def sdpa(
         key_starts, key_lengths: `[batch]` integers: row b sees keys key_starts[b] to key_lengths[b] - 1 only, as if a mask hid
             the others, for batches padded on the left or right. Rows that see no key give zeros. Hidden keys and values may
             hold anything, NaN included.
+        k_scale, v_scale: for k and v of float8_e4m3fn, what their numbers are multiplied with: positive, a number or a
+            floating-point tensor of one, or `[kv_heads]`. A number becomes a tensor in the first call that has it.
         deterministic: whether gradients are the same, bit for bit, whenever they are computed. Unless given they are where
             `torch.use_deterministic_algorithms` is on when they are computed; elsewhere parts of a sum may be added in any order,
             by atomic operations, which is faster. The output is the same in either case.
@@ -113,6 +118,8 @@ def sdpa(
         and sinks is None
         and key_starts is None
         and key_lengths is None
+        and k_scale is None
+        and v_scale is None
         and (scale is None or type(scale) is float)
         and is_plain_call()
         and not (q.is_nested or k.is_nested or v.is_nested)  # type: ignore[union-attr]
@@ -130,7 +137,7 @@ def sdpa(
                 given = (alignment, scale, NO_FEATURES, deterministic, return_lse, plan)
                 return DifferentiableAttention.apply(q, k, v, None, *given)
     q, k, v = name_tensors(q, k, v, query, key, value)
-    features = (window, softcap, sinks, key_starts, key_lengths)
+    features = (window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale)
     return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse, features, deterministic)
 
 
@@ -152,7 +159,7 @@ def plan_for(
         q, k, v, causal, scale, return_lse: as for :func:`sdpa`. A call whose gradients are required runs with `return_lse`.
         backward: the plan of the gradients instead.
         deterministic: as for :func:`sdpa`.
-        features: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`.
+        features: window, softcap, sinks, key_starts, key_lengths, k_scale and v_scale, as for `sdpa`.
 
     Raises:
         UnsupportedError: the kernel cannot serve them.
@@ -181,8 +188,8 @@ def explain(
         deterministic: as for :func:`sdpa`.
         verify: also compile, for these very tensors, what would be launched, and compare its machine code with the measured
             one. Takes about a second and needs the compiler.
-        features: window, softcap, sinks, key_starts and key_lengths, as for `sdpa`; or score_mod, mask_mod, block_mask, arrays
-            and scale, as for :func:`tiledsched.ops.flex.flex`.
+        features: window, softcap, sinks, key_starts, key_lengths, k_scale and v_scale, as for `sdpa`; or score_mod,
+            mask_mod, block_mask, arrays and scale, as for :func:`tiledsched.ops.flex.flex`.
 
     Raises:
         UnsupportedError: the kernel cannot serve them.
@@ -258,7 +265,7 @@ def _attend(
             )
         report("nested tensors are given")
         return attend_nested(q, k, v, attn_mask, dropout_p, is_causal if causal is None else causal, scale, return_lse)
-    check_tensors(q, k, v)
+    check_tensors(q, k, v, eight_bits=given[-2] is not None or given[-1] is not None)
     mask, alignment = read_mask(attn_mask, is_causal, causal, q, k)
     causal, (alignment, features) = alignment or False, read_features(q, k, alignment, *given)
     # Of a scale that is no number torch makes other things with four axes than with three.

@@ -39,6 +39,8 @@ def sdpa_varlen(
     return_lse: bool = False,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     deterministic: bool | None = None,
 ) -> Any:
     """Attention of sequences that lie end to end, each over its own keys, as FlashAttention's `flash_attn_varlen_func`.
@@ -57,6 +59,7 @@ def sdpa_varlen(
         scale, window, softcap, sinks, dropout_p, deterministic: as for `sdpa`.
         return_lse: return the log-sum-exp, too: float32 `[heads, total_q]`.
         block_table, seqused_k: pages of each sequence and keys in use, as for `sdpa_paged`, in place of cu_seqlens_k.
+        k_scale, v_scale: for k and v of float8_e4m3fn, as for `sdpa` or, with `block_table`, for `sdpa_paged`.
 
     Returns:
         `[total_q, heads, value_dim]`, of q's dtype; with `return_lse` a pair. Rows of no sequence are not written. Both are
@@ -86,7 +89,9 @@ def sdpa_varlen(
         check_array("block_table", block_table, f"{sequences} sequences, pages", (sequences, None), q)
         check_array("seqused_k", seqused_k, f"{sequences} sequences", (sequences,), q)
     alignment = read_causal(causal, allowed=VARLEN_CAUSAL)
-    alignment, features = read_features(q.transpose(0, 1)[None], k, alignment, window, softcap, sinks, None, None)
+    pages = 0 if block_table is None else k.shape[0]
+    more = (window, softcap, sinks, None, None, k_scale, v_scale, pages)
+    alignment, features = read_features(q.transpose(0, 1)[None], k.transpose(-3, -2), alignment, *more)
     if alignment is not None and max_seqlen_q and isinstance(max_seqlen_q, int):  # more may be known than of all rows
         keys = max_seqlen_k if block_table is None and isinstance(max_seqlen_k, int) else None
         alignment, visible, right = hiding_mask(
@@ -122,12 +127,15 @@ def sdpa_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
 ) -> Any:
     """Attention over keys and values that lie in pages, as FlashAttention's `flash_attn_with_kvcache` and vLLM keep them.
 
     Args:
         q: `[batch, seq_q, heads, head_dim]`: the last rows of each sequence, whose keys are in the cache already.
-        k_cache: `[pages, page_size, kv_heads, head_dim]`; page_size a multiple of 16.
+        k_cache: `[pages, page_size, kv_heads, head_dim]`; page_size a multiple of 16. Of q's dtype, or, with scales, of
+            float8_e4m3fn, and v_cache likewise.
         v_cache: `[pages, page_size, kv_heads, value_dim]`.
         block_table: `[batch, most pages of a sequence]` integers: which pages hold a sequence's keys, in order. What it says
             beyond a sequence's keys does not matter.
@@ -136,6 +144,8 @@ def sdpa_paged(
         causal: True or "bottom_right": the last row of a sequence sees its last key; False: every row sees all keys.
         scale, window, softcap, sinks: as for `sdpa`.
         return_lse: return the log-sum-exp, too: float32 `[batch, heads, seq_q]`.
+        k_scale, v_scale: for a cache in 8 bits, as for `sdpa`; or `[pages]`, a scale for each page (`[pages, 1]` where there are
+            as many pages as key heads).
 
     Returns:
         `[batch, seq_q, heads, value_dim]`, of q's dtype; with `return_lse` a pair.
@@ -149,7 +159,9 @@ def sdpa_paged(
     check_array("key_lengths", key_lengths, f"{q.shape[0]} sequences", (q.shape[0],), q)
     alignment = read_causal(causal, allowed=VARLEN_CAUSAL)
     q, k, v = (each.transpose(1, 2) for each in tensors)
-    alignment, features = read_features(q, k, alignment, window, softcap, sinks, None, key_lengths)
+    alignment, features = read_features(
+        q, k, alignment, window, softcap, sinks, None, key_lengths, k_scale, v_scale, k.shape[0]
+    )
     features = features._replace(block_table=block_table)
     result = _attend(q, k, v, alignment, scale, 0.0, return_lse, features)
     out = (result[0] if return_lse else result).transpose(1, 2)
@@ -172,7 +184,7 @@ def _attend(
         q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
     sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
-    check_tensors(*sample)
+    check_tensors(*sample, eight_bits=features.k_scale is not None)
     return serve_checked(q, k, v, None, dropout_p, alignment, scale, return_lse, features, deterministic)
 
 

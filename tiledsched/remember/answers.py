@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device, Measurement
-from tiledsched.remember.description import MARK, Call, Grid
+from tiledsched.remember.description import GRIDS, MARK, Call, Grid
 from tiledsched.store.direct import reading
 from tiledsched.store.location import database_exists, location, site_location
-from tiledsched.store.rows import DAMAGE, read_json
+from tiledsched.store.rows import DAMAGE, RowReader, read_json
 
 if TYPE_CHECKING:
     from tiledsched.store.records import BuildRecord, Entry
@@ -71,6 +71,8 @@ class Answers:
 
     problem: Problem | None = None
     """The call's problem; None where it was never stored."""
+    other_grids: bool = False
+    """Whether a call is stored that differs in nothing but its grids."""
     times: dict[str, StoredTime] = field(default_factory=dict)
     """Times of the schedules that were measured, and of those with the same program."""
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -139,7 +141,7 @@ class AnswerStore:
         measured anew, nothing counts."""
         mine = self._read_database(self._settings.db)
         if self._settings.remember == "new":
-            return Answers(entry=mine.entry)
+            return Answers(problem=mine.problem, other_grids=mine.other_grids, entry=mine.entry)
         if mine.covers(self._call):
             return mine
         site = site_location(self._settings.site)
@@ -157,65 +159,76 @@ class AnswerStore:
             return Answers()
 
     def _read_rows(self, url: str | None) -> Answers:
-        call = self._call
         with reading(url) as rows:
             stored = rows.read("problems", self._words, "WHERE r.kernel = :kernel ORDER BY r.id")
-            problem = self._of_this_call(rows.make("problems", stored, _values_of))
-            if problem is None:
-                return Answers()
-            found, words = Answers(problem=problem), {**self._words, "problem": problem.id}
-            for served in rows.read("entries", words, SERVED):
-                found.entry = (served.schedule_id, served.source, served.source_hash, served.measurement_id)
-                if served.source_hash == call.source:  # else of other code: it is replaced
-                    found.winner, found.space = served.schedule_id, served.source.rpartition(SPACE)[2]
-            for taken in rows.read("measurements", words, MEASURED, "samples_us"):
-                found.times[taken.schedule_id] = StoredTime(
-                    median_us=taken.median_us,
-                    ci_low_us=taken.ci_low_us,
-                    ci_high_us=taken.ci_high_us,
-                    samples=taken.sample_count,
-                    checked=taken.accuracy is not None,
-                    imported=taken.run_id is None,
-                )
-            classes = {grid: class_of(problem, grid).id for grid in set(call.grids)}
-            here = {each: classes[call.grids[place]] for each, place in call.places.items()}
-            built = BUILT.format(classes=", ".join(f"'{each}'" for each in sorted(classes.values())))  # hex digits
-            for build in rows.read("builds", words, built):
-                schedule, program_class, kind = build.schedule_id, build.problem_class_id, build.failure_kind
-                if here.get(schedule, program_class) != program_class:
-                    continue  # launched with another grid once
-                if build.fingerprint:
-                    found.programs[schedule] = program_class, build.fingerprint
-                    found.failures.pop(schedule, None)
-                elif kind and kind not in PASSING:
-                    found.failures[schedule] = Failure(kind=kind, message=build.failure_message or "")
-            failures = list(rows.read("failures", words, FAILED))
-            commands = rows.parents("runs", (failed.run_id for failed in failures))
-            for failed in failures:
-                command, schedule = commands.get(failed.run_id, {}), failed.schedule_id
-                same = all(command.get(word) == words[word] for word in ("source", "compiler"))
-                time = found.times.get(schedule)
-                passing = failed.kind in PASSING
-                if same and not passing and (time is None or (failed.kind == WRONG and not time.checked)):
-                    found.times.pop(schedule, None)
-                    found.failures[schedule] = Failure(kind=failed.kind, message=failed.message)
-        for schedule in found.times.keys() - found.programs.keys():
-            if not found.times[schedule].imported:  # launched with another grid
-                del found.times[schedule]
+            other_grids = False
+            for problem in self._of_this_call(rows.make("problems", stored, _values_of)):
+                found = self._read_problem(rows, problem)
+                if found is not None:
+                    return found
+                other_grids = True
+            return Answers(other_grids=other_grids)
+
+    def _read_problem(self, rows: RowReader, problem: Problem) -> Answers | None:
+        """What is stored of a problem; None where its launches had other grids than this call's."""
+        call, found, words = self._call, Answers(problem=problem), {**self._words, "problem": problem.id}
+        for served in rows.read("entries", words, SERVED):
+            found.entry = (served.schedule_id, served.source, served.source_hash, served.measurement_id)
+            if served.source_hash == call.source:  # else of other code: it is replaced
+                found.winner, found.space = served.schedule_id, served.source.rpartition(SPACE)[2]
+        for taken in rows.read("measurements", words, MEASURED, "samples_us"):
+            found.times[taken.schedule_id] = StoredTime(
+                median_us=taken.median_us,
+                ci_low_us=taken.ci_low_us,
+                ci_high_us=taken.ci_high_us,
+                samples=taken.sample_count,
+                checked=taken.accuracy is not None,
+                imported=taken.run_id is None,
+            )
+        classes = {grid: class_of(problem, grid).id for grid in set(call.grids)}
+        here = {each: classes[call.grids[place]] for each, place in call.places.items()}
+        built = BUILT.format(classes=", ".join(f"'{each}'" for each in sorted(classes.values())))  # hex digits
+        for build in rows.read("builds", words, built):
+            schedule, program_class, kind = build.schedule_id, build.problem_class_id, build.failure_kind
+            if here.get(schedule, program_class) != program_class:
+                continue  # launched with another grid once
+            if build.fingerprint:
+                found.programs[schedule] = program_class, build.fingerprint
+                found.failures.pop(schedule, None)
+            elif kind and kind not in PASSING:
+                found.failures[schedule] = Failure(kind=kind, message=build.failure_message or "")
+        failures = list(rows.read("failures", words, FAILED))
+        commands = rows.parents("runs", (failed.run_id for failed in failures))
+        for failed in failures:
+            command, schedule = commands.get(failed.run_id, {}), failed.schedule_id
+            same = all(command.get(word) == words[word] for word in ("source", "compiler"))
+            time = found.times.get(schedule)
+            passing = failed.kind in PASSING
+            if same and not passing and (time is None or (failed.kind == WRONG and not time.checked)):
+                found.times.pop(schedule, None)
+                found.failures[schedule] = Failure(kind=failed.kind, message=failed.message)
+        others = {each for each in found.times.keys() - found.programs.keys() if not found.times[each].imported}
+        if others & call.places.keys():
+            return None
+        for schedule in others:  # not this call's
+            del found.times[schedule]
         found.spread()
         return found
 
-    def _of_this_call(self, stored: Iterable[tuple[str, Mapping[str, Any]]]) -> Problem | None:
-        """The stored problem of the kernel that is this call's; None where there is none."""
+    def _of_this_call(self, stored: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[Problem]:
+        """The stored problems of the kernel that may be this call's."""
         for number, dims in stored:
             mark = dims.get(MARK)
-            if isinstance(mark, str) and self._call.has_mark(mark):
+            if (
+                dims.get(GRIDS, self._call.all_grids) == self._call.all_grids
+                and isinstance(mark, str)
+                and self._call.has_mark(mark)
+            ):
                 values = {name: tuple(each) if isinstance(each, list) else each for name, each in sorted(dims.items())}
                 with contextlib.suppress(TypeError, ValueError, RecursionError):  # no values of a problem
                     problem = Problem(self._call.kernel, values)
                     if problem.id == number:
-                        return problem
-        return None
+                        yield problem
 
     def _read_bundle(self) -> Answers:
         """What the bundle in use says."""
@@ -230,7 +243,8 @@ class AnswerStore:
             for each in (read_bundle(bundle).entries if bundle else ())
             if key == (each.kernel, each.source_hash, each.arch, each.device_name, each.compiler) and each.measurement
         ]
-        problem = self._of_this_call((each.problem.id, each.problem.values) for each in mine) if mine else None
+        mine.sort(key=lambda each: GRIDS not in each.problem.values)
+        problem = next(self._of_this_call((each.problem.id, each.problem.values) for each in mine), None)
         found = Answers(problem=problem)
         for entry in mine:
             if entry.problem == problem and (taken := entry.measurement):

@@ -21,7 +21,10 @@ from tiledsched.remember.identity import OpaqueError, Reader, fields_of, is_arra
 MARK = "call"
 """The field of a problem that tells calls apart; see :meth:`Call.mark`. Every problem of this package has the field, and no other
 problem has."""
-RESERVED = frozenset(dir(Problem)) | {"kernel", "values", MARK, "l2"}
+GRIDS = "launch_grids"
+"""The field of a problem that tells calls apart which differ only in their grids; see :attr:`Call.all_grids`. The first such
+problem that is stored does not have the field."""
+RESERVED = frozenset(dir(Problem)) | {"kernel", "values", MARK, GRIDS, "l2"}
 """Names that a parameter cannot have as the field of a problem; an underscore is added."""
 LONGEST = 100
 """Characters of a value that is stored as it is; of a longer one a digest is stored."""
@@ -80,6 +83,12 @@ class Call:
         """A digest of the set of schedules."""
         return stable_id(sorted(self.places))
 
+    @functools.cached_property
+    def all_grids(self) -> str:
+        """The grid of the first configuration, and a digest of all."""
+        all_grids = sorted((schedule, self.grids[place]) for schedule, place in self.places.items())
+        return f"{'x'.join(map(str, self.grids[0]))} {stable_id(all_grids, 8)}"
+
     def mark(self, varying: Sequence[int]) -> str:
         """What tells this call from others of the kernel: a digest of the arguments that all configurations have in common, the
         places of those that vary, the first schedule, and a digest of its arguments, those that vary included.
@@ -119,9 +128,12 @@ class Call:
             self._args[place] = [reader.value(each, f"argument {number}") for number, each in enumerate(args)]
         return self._args[place]
 
-    def new_problem(self) -> Problem:
+    def new_problem(self, name_grids: bool = False) -> Problem:
         """The problem of a call that was never seen: what is passed to every configuration alike, by the names of the kernel's
         parameters. `args_fn` is called once for each configuration.
+
+        Args:
+            name_grids: whether only the grids tell the call from another one.
 
         Raises:
             OpaqueError: an argument cannot be told from others of its type.
@@ -142,6 +154,8 @@ class Call:
                 )
         if not self.request.flush_l2:
             values["l2"] = "warm"
+        if name_grids:
+            values[GRIDS] = self.all_grids
         values[MARK] = self.mark(varying)
         return Problem(self.kernel, dict(sorted(values.items())))
 

@@ -108,7 +108,7 @@ class Search:
                 known = self._counted(store.read())
                 if known.covers(call):
                     return self._answer(call, known)
-                problem = known.problem or call.new_problem()
+                problem = known.problem or call.new_problem(known.other_grids)
         except OpaqueError as error:
             call, store = self._not_stored(error), None
         if gpu is None:
@@ -127,7 +127,12 @@ class Search:
                 if known.covers(call):
                     return self._answer(call, known)
             found = self._measure(call, known, problem)
-        if store is not None and found.alone:
+        if store is not None and not found.alone:
+            warn_once(
+                f"results for {call.kernel} are not stored, because another process ran on the GPU while they were measured; the "
+                "next call measures again"
+            )
+        elif store is not None:
             stored = self._counted(store.write(found, known))
             if stored.covers(call):
                 return self._answer(call, stored)

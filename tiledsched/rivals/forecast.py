@@ -2,10 +2,11 @@
 
 `tuning_db/model/KERNEL/timed_ARCH.json` has times of problems that were drawn at random: of every rival, and of our kernel as it
 was served untuned (`python -m docs.studies.untuned`). It also has the times of rivals in the tables that ship. Entries of other
-layers add theirs.
+layers add theirs. Of a kernel for which no such file ships, all entries say what rivals and our tuned schedules took.
 
 Times are stored as logarithms of their ratio to an estimate: ours to what the performance model gives for the schedule, a rival's
-to the mean of what the GPU's rates allow and what the model gives for our default schedule. The ratio on another problem is
+to the mean of what the GPU's rates allow and what the model gives for our default schedule; where no file ships, for the one
+of ours that serves, because default schedules take long to find. The ratio on another problem is
 interpolated from the nearest timed ones by kriging: the best linear unbiased estimate where values agree the more the nearer two
 problems are. Its standard error is the spread. No problem is fitted alone.
 """
@@ -13,6 +14,7 @@ problems are. Its standard error is the spread. No problem is fitted alone.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cost import LAUNCH_US
+from tiledsched.core.cost import LAUNCH_US, tensor_rate
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
@@ -31,6 +33,8 @@ OURS = "ours"
 """Stands for our kernel among the methods."""
 NEAREST = 64
 """Number of the nearest timed problems that say something."""
+FEWEST = 8
+"""Least number of problems in entries from which times are forecast: fewer tell too little of how they differ."""
 NOISE = 0.01
 """Variance of what nearness does not explain, over the variance of what it does."""
 
@@ -82,10 +86,13 @@ class TimedProblems:
         rows: what methods took on each problem.
         host_us: for each method the time until a call returns.
         spec: the arch.
+        by_default: whether the estimate for rivals knows the default schedule; see the top of this file.
     """
 
-    def __init__(self, rows: Sequence[TimedProblem], host_us: Mapping[str, float], spec: ArchSpec) -> None:
-        self._rows, self._host_us, self._spec = rows, host_us, spec
+    def __init__(
+        self, rows: Sequence[TimedProblem], host_us: Mapping[str, float], spec: ArchSpec, by_default: bool = True
+    ) -> None:
+        self._rows, self._host_us, self._spec, self._by_default = rows, host_us, spec, by_default
         self._places = np.array([each.place for each in rows])
         self._above = {
             name: np.array(
@@ -113,7 +120,8 @@ class TimedProblems:
         if not place or not self._rows:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        floor, base = floor_us(p, self._spec), base_us(p, default_us, self._spec)
+        floor = floor_us(p, self._spec)
+        base = base_us(p, default_us if self._by_default else ours_us, self._spec)
         found = {}
         for name, above in self._above.items():
             near = self._nearest(above, apart)
@@ -169,7 +177,7 @@ def _features(p: Problem) -> tuple[float, ...]:
 
 def floor_us(p: Problem, spec: ArchSpec) -> float:
     """What the GPU's rates allow, in microseconds: of a launch, and of arithmetic or memory, whichever is longer."""
-    compute_us = p.flops / (spec.tensor_flops * spec.sm_count * spec.clock_ghz * 1e3)
+    compute_us = p.flops / (spec.tensor_flops * tensor_rate(p) * spec.sm_count * spec.clock_ghz * 1e3)
     return LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3))
 
 
@@ -198,33 +206,50 @@ def _shipped(kernel: str, arch: str) -> tuple[Sequence[TimedProblem], Mapping[st
     return rows, found["host_us"]
 
 
+def _hosts_us(entries: Iterable[Entry]) -> Mapping[str, float]:
+    """What calls of each rival cost the host, the median of what was measured. What our own calls cost was not measured: they
+    count as free, so that only their time on the GPU makes a rival faster.
+    """
+    found: dict[str, list[float]] = {}
+    for each in (each for entry in entries for each in entry.rivals or ()):
+        found.setdefault(each.name, []).append(each.host_us)
+    return {OURS: 0.0} | {name: statistics.median(each) for name, each in found.items()}
+
+
 def timed_problems(
     kernel: KernelClass,
     arch: str,
     entries: Iterable[Entry],
-    modelled_us: Callable[[Problem], float],
+    modelled_us: Callable[..., float],
     hidden: Problem | None = None,
 ) -> TimedProblems | None:
-    """The timed problems of a kernel: those that ship, and the times of rivals in entries of other layers; None where no times
-    ship.
+    """The timed problems of a kernel: those that ship, and the times of rivals in entries of other layers; where none ship, those
+    in entries of all layers, with our own times. None where too few were timed.
 
     Args:
         kernel: the kernel.
         arch: of the GPU.
         entries: measured entries of the arch.
-        modelled_us: what the model gives for the default schedule of a problem.
+        modelled_us: what the model gives for a problem and a schedule; for its default schedule where none is named.
         hidden: a problem to leave out, whose times are to be predicted.
     """
     rows, host_us = _shipped(kernel.timed_with or kernel.name, arch)
-    if not rows:
+    spec, found, left_out = arch_spec(arch), list(rows), hidden and hidden.to_json()
+    own = () if kernel.timed_with else entries
+    raced = [entry for entry in own if entry.arch == arch and _features(entry.problem)]
+    if rows:
+        raced = [entry for entry in raced if entry.layer != "shipped"]
+    else:
+        host_us = _hosts_us(raced)
+    for entry in raced:
+        p, timed = entry.problem, [each for each in entry.rivals or () if each.median_us and each.name in host_us]
+        times = {each.name: each.median_us or 0.0 for each in timed}
+        if timed and rows:
+            found.append(TimedProblem.of(p, times, spec, modelled_us(p)))
+        elif timed:
+            times[OURS], ours_us = timed[0].ours_us or 0.0, modelled_us(p, entry.schedule)
+            found.append(TimedProblem.of(p, times, spec, ours_us, ours_us))
+    found = [each for each in found if each.problem != left_out]
+    if not rows and len(found) < FEWEST:
         return None
-    spec, found = arch_spec(arch), list(rows)
-    for entry in entries if not kernel.timed_with else ():
-        if entry.layer != "shipped" and entry.arch == arch and _features(entry.problem):
-            times = {
-                each.name: each.median_us for each in entry.rivals or () if each.median_us and each.name in host_us
-            }
-            if times:
-                found.append(TimedProblem.of(entry.problem, times, spec, modelled_us(entry.problem)))
-    left_out = hidden and hidden.to_json()
-    return TimedProblems([each for each in found if each.problem != left_out], host_us, spec)
+    return TimedProblems(found, host_us, spec, bool(rows))

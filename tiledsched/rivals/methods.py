@@ -18,6 +18,7 @@ from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 from tiledsched.core.rivals import Arrays, Call, Function, Method, RivalCase, called
+from tiledsched.core.sources import SHIPPED_KERNELS
 from tiledsched.core.storage import storage_type, tile_type
 from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
 from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
@@ -43,9 +44,10 @@ VARIANT_LOOKS = 5
 
 
 def rivals_module(kernel: KernelClass) -> Any:
-    """The file `rivals.py` in the folder of a kernel that ships; None for any other kernel."""
-    folder = SHIPPED.get(kernel.name, "").partition(":")[0]
-    if kernel.__module__ != f"{folder}.declaration" or importlib.util.find_spec(f"{folder}.rivals") is None:
+    """The file `rivals.py` in the folder that declares a kernel that ships; None for any other kernel."""
+    folder, _, file = kernel.__module__.rpartition(".")
+    here = kernel.name in SHIPPED and file == "declaration" and folder.startswith(SHIPPED_KERNELS)
+    if not here or importlib.util.find_spec(f"{folder}.rivals") is None:
         return None
     return importlib.import_module(f"{folder}.rivals")
 

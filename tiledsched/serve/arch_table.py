@@ -179,15 +179,15 @@ class ArchTable:
 
     @functools.cached_property
     def timed(self) -> TimedProblems | None:
-        """The problems on which rivals were timed; None where no such times ship."""
+        """The problems on which rivals were timed; None where no such times are known."""
         if self.base and not any(entry.rivals for entry in self.entries):
             return self.base.timed
-        return timed_problems(self.kernel, self.arch, self.measured, lambda p: self.modelled_us(p, self.default(p)))
+        return timed_problems(self.kernel, self.arch, self.measured, self.modelled_us) if self.spec else None
 
-    def modelled_us(self, problem: Problem, schedule: Schedule) -> float:
-        """What the performance model gives, on an arch that it knows."""
+    def modelled_us(self, problem: Problem, schedule: Schedule | None = None) -> float:
+        """What the performance model gives, on an arch that it knows; for the default schedule where none is named."""
         assert self.spec is not None
-        return math.exp(log_us(problem, schedule, self.spec))
+        return math.exp(log_us(problem, schedule or self.default(problem), self.spec))
 
     def where(self, entry: Entry) -> str:
         """Where an entry was measured, in words."""

@@ -203,11 +203,17 @@ class LookupTable:
             served = served.then(step, schedule=schedule, alternatives=(), rivals=(), is_own=False)
         return refined(INVARIANT_LAST, question, served)
 
-    def nearby(self, problem: Problem, arch: str) -> Nearby | None:
-        """What was measured on an arch near a problem, and on it, says about schedules for it; None where that is nothing."""
+    def nearby(self, problem: Problem, arch: str, **parameters: float) -> Nearby | None:
+        """What was measured on an arch near a problem, and on it, says about schedules for it; None where that is nothing.
+
+        Args:
+            problem: what is to be computed.
+            arch: e.g. sm_90.
+            parameters: numbers of :class:`~tiledsched.serve.transfer.TransferParameters` in place of the table's own.
+        """
         table = self._around(problem, arch)
-        spec = table.spec
-        return nearby(problem, table.alike(problem), table.space, spec, table.policy) if spec else None
+        policy, spec = replace(table.policy, **parameters), table.spec  # type: ignore[arg-type]
+        return nearby(problem, table.alike(problem), table.space, spec, policy) if spec else None
 
     def fallback_for(self, served: Served, problem: Problem, arch: str) -> Served | None:
         """What is served in place of a schedule that does not compile for the layouts of a call: its next alternative, and after

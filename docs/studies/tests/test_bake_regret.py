@@ -21,6 +21,7 @@ class FakeSession:
 
     toolchain = SimpleNamespace(tileiras="13.5.37")
     device = SimpleNamespace(name="NVIDIA H200")
+    probe_us = 1.0
 
     def builder(self, kernel, timeout_s):
         return SimpleNamespace(
@@ -34,11 +35,13 @@ class FakeSession:
         return SimpleNamespace(
             device=self.device,
             begin=lambda problem: None,
-            probe=lambda one: failure if one.schedule["occupancy"] == 2 else 1.0,
-            sample=lambda some, rounds, regime: [
-                SimpleNamespace(samples_us=(float(each.schedule["TILE_COLUMNS"]),) * rounds) for each in some
-            ],
+            probe=lambda one: failure if one.schedule["occupancy"] == 2 else self.probe_us,
+            sample=self.sample,
         )
+
+    def sample(self, some, rounds, regime):
+        assert rounds == (5 if self.probe_us > 1e4 else 16)
+        return [SimpleNamespace(samples_us=(float(each.schedule["TILE_COLUMNS"]),) * rounds) for each in some]
 
 
 def test_choices_are_timed_beside_the_tables():
@@ -47,9 +50,14 @@ def test_choices_are_timed_beside_the_tables():
     assert len(drawn) == 5
     assert said[-1].startswith(f"{name}, all leaves: 13 leaves, ")
     assert "chooses what the table chooses in 14 of 14" in said[-1]
-    none, *rows = bake_regret.timed(FakeSession(), name, drawn)
-    assert none == []
+    again = bake_regret.loaded(bake_regret.saved({name: drawn}))
+    assert again == {name: drawn}
+    bake_regret.build(FakeSession(), name, drawn)
+    rows = list(bake_regret.timed(FakeSession(), name, again[name]))
     assert [{row["choice"] for row in each} for each in rows] == [{"table", "8 leaves", "16 leaves", "all leaves"}] * 5
+    slow = FakeSession()
+    slow.probe_us = 2e4
+    assert str(list(bake_regret.timed(slow, name, drawn))) == str(rows)  # but of fewer samples
     lines = bake_regret.summary([row for each in rows for row in each]).splitlines()
     assert len(lines) == 5
     assert all(line.startswith(f"|{name}|") for line in lines[2:])
@@ -57,3 +65,13 @@ def test_choices_are_timed_beside_the_tables():
     assert bake_regret.summary([{**one, "ratio": 1.0}, {**one, "ratio": "1.21"}, {**one, "ratio": "nan"}]).endswith(
         "\n|s|8 leaves|3|1|1.1000|1.210|1|1|"
     )
+
+
+def test_choices_name_all_knobs(monkeypatch):
+    of = bake_regret.Set(
+        "matmul", lambda kernel: kernel.suite("llama_8b")[:6], bake_regret.SETS["matmul, all measured"].draw
+    )
+    monkeypatch.setitem(bake_regret.SETS, "six", of)
+    drawn, said = bake_regret.chosen("six", "sm_90", 3, 1)
+    assert "chooses what the table chooses in 6 of 6" in said[-1]
+    assert all(choice.keys() == each.choices["table"].keys() for each in drawn for choice in each.choices.values())

@@ -57,8 +57,8 @@ def raced(p: Problem, scale: float | None = None, cap: float | None = None, *, l
         cap: the cap of the scores of a problem with softcap; the declaration's unless given.
         late: whether FlashAttention-4, whose import takes seconds, is imported only at its first call.
     """
-    if p.lse and (p.has_features or p.is_varlen):
-        return {}  # where a row may see no key, or has a sink, what they return differs
+    if p.kv8 or (p.lse and (p.has_features or p.is_varlen)):
+        return {}  # none takes keys in 8 bits; where a row may see no key, or has a sink, the log-sum-exps differ
     made: dict[str, Callable[[], Function]] = {name: partial(torch_backend, p, name, scale) for name in BACKENDS}
     if p.is_varlen:
         made = {TORCH_VARLEN: partial(torch_varlen, p, scale)}
@@ -136,7 +136,7 @@ def longest(p: Problem, tensors: tuple[Any, ...]) -> tuple[int, ...]:
     """The most rows and the most keys of a packed sequence, read from the device; empty if no sequences are packed."""
     if not p.packed:
         return ()
-    begins, last = tensors[-2:]  # CuQ, and CuK or Table
+    begins, last = tensors[-4:-2] if p.kv8 else tensors[-2:]  # CuQ, and CuK or Table
     return int(begins.diff().max()), int(p.seq_k if p.page else last.diff().max())
 
 

@@ -18,7 +18,7 @@ from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
-from tiledsched.kernels.attention.options import ARRAYS, FIELDS, SIZES, feature_constants
+from tiledsched.kernels.attention.options import ARRAYS, FIELDS, KV8_SCALES, SIZES, feature_constants
 from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import AttentionSimilarity, copies_rows
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
@@ -95,8 +95,8 @@ class Attention(Kernel):
     default_suite = STANDARD
 
     Q = ts.array("batch heads seq_q head_dim")
-    K = ts.array("key_entries kv_heads key_rows head_dim")
-    V = ts.array("key_entries kv_heads key_rows value_columns")
+    K = ts.array("key_entries kv_heads key_rows key_elements", dtype="kv_dtype")
+    V = ts.array("key_entries kv_heads key_rows value_elements", dtype="kv_dtype")
     locals().update(ARRAYS)
     Out = ts.out("batch heads seq_q value_columns")
     Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
@@ -164,7 +164,8 @@ class Attention(Kernel):
         """The kernel of a problem and schedule; kernels differ in their arrays only."""
         from tiledsched.kernels.attention import entries
 
-        kind = "attention_varlen" if p.is_varlen else "attention_features" if p.has_features else "attention"
+        kind = "attention_features" if p.has_features else "attention"
+        kind = "attention_kv8" if p.kv8 else "attention_varlen" if p.is_varlen else kind
         kind += "_share" if combines_later(p, s) else "_split" if splits(p, s) > 1 else "_lse" if p.lse else ""
         found: Callable[..., None] = getattr(entries, f"{kind}_wide" if p.wide else kind)
         return found
@@ -226,6 +227,8 @@ class Attention(Kernel):
             **feature_constants(p),
             "PAGE": p.page,
             "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
+            "KV8": KV8_SCALES.index(p.kv8),
+            "NUMBERS": p.numbers,
         }
         if combines_later(p, s):  # the launches of shares take six more
             found |= {
@@ -266,10 +269,10 @@ class Attention(Kernel):
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
-        """Where sequences begin and end, and the pages of their keys."""
-        from tiledsched.kernels.attention.inputs import places
+        """Where sequences begin and end, and the pages of their keys; keys and values in 8 bits with their scales."""
+        from tiledsched.kernels.attention.inputs import eight_bit_inputs, places
 
-        return places(rng, p)
+        return places(rng, p) | (eight_bit_inputs(xp, rng, p) if p.kv8 else {})
 
     @staticmethod
     def reference(
@@ -283,11 +286,15 @@ class Attention(Kernel):
         CuQ: Any,
         CuK: Any,
         Table: Any,
+        KScale: Any,
+        VScale: Any,
         p: Problem,
     ) -> tuple[Any, Any]:
         """The output and the log-sum-exp of each row, in the precision of the inputs."""
-        from tiledsched.kernels.attention.reference import attention_and_lse
+        from tiledsched.kernels.attention.reference import attention_and_lse, scaled_numbers
 
+        if p.kv8:
+            K, V = (scaled_numbers(xp, *each, p, str(Q.dtype)) for each in ((K, KScale), (V, VScale)))
         out, lse = attention_and_lse(
             xp,
             Q,
@@ -337,7 +344,7 @@ class Attention(Kernel):
         if splits(p, s) == 1 or combines_later(p, s) or not s["tma_loads"] or not arch_spec(arch).producer_warps:
             return None
         columns = column_widths(p.tile_d, p.parts_d, s) + column_widths(p.tile_v, p.parts_v, s)
-        pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.element_bytes
+        pair = s.number("tile_n") * s.number("kv_subtiles") * sum(columns) * p.key_bytes
         shared = facts.shared_bytes
         if shared >= 2 * pair:
             return None

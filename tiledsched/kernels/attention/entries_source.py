@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
-from tiledsched.kernels.attention.options import ARRAYS, PADDED_ARRAYS, VARIANT_ARRAYS
+from tiledsched.kernels.attention.options import ARRAYS, PADDED_ARRAYS, VARIANT_ARRAYS, VARLEN_ARRAYS
 from tiledsched.kernels.attention.tiles import Constants
 
 ANNOTATIONS = {
@@ -36,8 +36,12 @@ KINDS: dict[str, tuple[tuple[str, ...], str]] = {
         "Attention with optional features; see :mod:`tiledsched.kernels.attention.features`.",
     ),
     "attention_varlen": (
-        tuple(ARRAYS),
+        VARLEN_ARRAYS,
         "Attention of packed sequences or keys in pages; see :mod:`tiledsched.kernels.attention.packed`.",
+    ),
+    "attention_kv8": (
+        tuple(ARRAYS),
+        "Attention over keys and values in 8 bits; see :mod:`tiledsched.kernels.attention.eight_bits`.",
     ),
 }
 """Kind of kernel -> the arrays of its features, and one line about it."""
@@ -67,7 +71,7 @@ LAUNCHES = {
 def kernel_source(kind: str, ending: str) -> str:
     """The text of a kernel that ships: of one of :data:`KINDS`, its name with an ending of :data:`LAUNCHES`."""
     more, about = KINDS[kind]
-    behind = more[len(PADDED_ARRAYS) :]
+    behind = [each if each in VARLEN_ARRAYS else f"{each}={each}" for each in more[len(PADDED_ARRAYS) :]]
     return _source(kind, (), more, [*PADDED_ARRAYS, "window", "window_right", "cap_scale", *behind], about, ending)
 
 
@@ -104,12 +108,16 @@ def _source(
     optional = kind != "attention"
     arrays = [*own.split()[:3], *inputs, *own.split()[3:], *more]
     numbers = ["scale_log2: float", *["cap_scale: float", "window: int", "window_right: int"] * optional]
-    kind_of = {**dict.fromkeys(MODS, VARIANT), **dict.fromkeys(VARLEN, "attention_varlen")}
+    kinds_of = {
+        **dict.fromkeys(MODS, (VARIANT,)),
+        **dict.fromkeys(VARLEN, ("attention_varlen", "attention_kv8")),
+        "KV8": ("attention_kv8",),
+    }
     constants = [
         each
         for each in fields(Constants)
         if (each.name == SPAN and ending == "_share")
-        or (each.name != SPAN and kind_of.get(each.name, kind) == kind and (optional or each.default is MISSING))
+        or (each.name != SPAN and kind in kinds_of.get(each.name, (kind,)) and (optional or each.default is MISSING))
     ]
     parameters = [f"{each}: {ANNOTATIONS.get(each, 'ct.Array')}" for each in arrays] + numbers
     parameters += [f"{each.name}: {str(each.type).capitalize()}" for each in constants]

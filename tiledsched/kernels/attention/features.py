@@ -45,6 +45,10 @@ class Features:
     """The author's functions of scores, as a `mods.Mods`; None where there are none."""
     arrays: Any = ()
     """The arrays that these functions take."""
+    KScale: Any = None
+    """`[1]`, `[kv_heads]` or `[pages]`: what keys in 8 bits are multiplied with."""
+    VScale: Any = None
+    """Likewise for values."""
     Blocks: Any = None
     """Which blocks of keys the rows of a block see, as :mod:`tiledsched.kernels.attention.mods` has it."""
 

@@ -18,8 +18,10 @@ import numpy
 
 from tiledsched.core.cases import Case
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import to_storage
+from tiledsched.core.storage import LARGEST, to_storage
+from tiledsched.kernels.attention.options import EIGHT_BITS
 from tiledsched.kernels.attention.problem import padding_below
+from tiledsched.kernels.attention.reference import by_row
 
 KINDS = ("borders", "negative", "rising", "falling", "peaked", "large", "cancelling", "uniform")
 """In the order in which they are given to the heads; with few heads, the first are the ones that find most."""
@@ -34,6 +36,8 @@ LARGE_SCORE = 100.0
 LARGE_VALUES = 2.0**14
 LARGEST_VALUE = 60000.0
 CANCELLING_SUM = 2048.0
+SMALLEST_KV_SCALE = 1e-20
+"""Stands for the largest of a part of keys or values in 8 bits, where all of them are 0."""
 LARGEST_SINK = 4.0
 TILE_SIZES = (16, 32, 64, 128, 256)
 SHORT = (1, 0, 17, 64, 5, 33)
@@ -51,8 +55,11 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
     if p.page:  # whose first axis is that of sequences, packed or not
         kv_heads = xp.repeat(kv_heads, p.sequences // p.batch, axis=0)
     given = places(rng, p, uneven=True)
+    types = dict.fromkeys("QKV", p.dtype) | (
+        dict.fromkeys("KV", "float32") if p.kv8 else {}
+    )  # which are made narrow last
     distinct = {
-        name: to_storage(xp, array, p.dtype)
+        name: to_storage(xp, array, types[name])
         for name, array in zip("QKV", adversarial_heads(xp, rng, p, given), strict=True)
     }
     inputs = {name: xp.ascontiguousarray(array[heads if name == "Q" else kv_heads]) for name, array in distinct.items()}
@@ -61,16 +68,41 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
         inputs["Sinks"] = to_storage(xp, logits.astype(numpy.float32), p.dtype)
     unused = unused_slots(xp, p, given)
     if unused is not None:
-        nan = to_storage(xp, xp.full((), xp.nan, numpy.float32), p.dtype)
+        nan = to_storage(xp, xp.full((), xp.nan, numpy.float32), types["K"])
         inputs |= {name: xp.where(unused[:, None, :, None], nan, inputs[name]) for name in "KV"}
     if p.page:
         inputs |= {name: in_pages(xp, inputs[name], given["Table"], p.page) for name in "KV"}
+    for name in "KV" if p.kv8 else "":
+        inputs[name], inputs[f"{name}Scale"] = in_eight_bits(xp, inputs[name], p)
     inputs |= {name: to_storage(xp, xp.asarray(array), "int32") for name, array in given.items()}
     if p.has_features:
         expected = reference(inputs)
     else:
         expected = tuple(each[0][heads] for each in reference({name: array[None] for name, array in distinct.items()}))
     return Case([KINDS[kind] for kind in kinds.reshape(-1).tolist()], inputs, expected)
+
+
+def eight_bit_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
+    """Random keys and values of about the normal distribution in 8 bits, and scales that differ by a factor of ten."""
+    found: dict[str, Any] = {}
+    for name, columns in (("K", p.head_dim), ("V", p.value_columns)):
+        scales = (10.0 ** (rng.random(p.kv_scales, dtype=numpy.float32) - 2.0)).astype(numpy.float32)
+        numbers = rng.standard_normal((p.key_entries, p.kv_heads, p.key_rows, columns), dtype=numpy.float32)
+        found |= {name: in_words(xp, numbers / by_row(scales, p), p), f"{name}Scale": scales}
+    return found
+
+
+def in_eight_bits(xp: Any, numbers: Any, p: Problem) -> tuple[Any, Any]:
+    """Keys or values as words of four numbers in 8 bits, and the scales that let the largest number of each part just fit."""
+    others = {"tensor": (0, 1, 2, 3), "head": (0, 2, 3), "page": (1, 2, 3)}[p.kv8]
+    largest = xp.maximum(xp.nan_to_num(xp.abs(numbers)).max(axis=others).reshape(-1), SMALLEST_KV_SCALE)
+    scales = (largest / LARGEST[EIGHT_BITS]).astype(numpy.float32)
+    return in_words(xp, numbers / by_row(scales, p), p), scales
+
+
+def in_words(xp: Any, numbers: Any, p: Problem) -> Any:
+    """Numbers rounded to 8 bits, in words as elements of k or v."""
+    return xp.ascontiguousarray(to_storage(xp, numbers, EIGHT_BITS)).view(p.kv_dtype)
 
 
 def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:

@@ -102,6 +102,10 @@ TILES_IN_FLIGHT = 4
 """Key and value tiles in shared memory, where they fit: what most programs on the H200 hold."""
 
 # Chosen, not fitted.
+CONVERTED = 0.03
+"""Cycles of an SM for a number of 8 bits of keys and values: a shift, a permutation of bytes and a conversion for every two."""
+TRANSPOSED = 0.25
+"""Cycles more for a number of values where products of 64 rows read it from shared memory, to which it is written alone."""
 COMBINE_US = 5.0
 """Microseconds of a second launch that combines shares, from the H200's times with and without one."""
 LAST_BLOCK_US = 12.0
@@ -115,7 +119,7 @@ class AttentionCost(Cost):
 
     def bytes_moved(self, p: Problem) -> int:
         """Least device-memory traffic in bytes. Keys and values that no row sees are not read."""
-        key_bytes = p.kv_heads * (p.head_dim + p.value_columns) * p.element_bytes
+        key_bytes = p.kv_heads * (p.head_dim + p.value_columns) * p.key_bytes
         unread = (hidden_keys(p) + padding_keys(p)) * p.sequences * key_bytes
         return super().bytes_moved(p) - int(unread)
 
@@ -295,14 +299,16 @@ def step_cycles(
     if schedule["lazy_rescale"]:
         lost += LAZY_STEP * chains
     if spec.producer_warps and not schedule["tma_loads"]:
-        lost += step_n * (columns_k + columns_v) * problem.element_bytes / COPIED_BYTES_PER_CYCLE
+        lost += step_n * (columns_k + columns_v) * problem.key_bytes / COPIED_BYTES_PER_CYCLE
+    if problem.kv8:
+        lost += step_n * ((columns_k + columns_v) * CONVERTED + columns_v * TRANSPOSED * (tile_m >= WARPGROUP_ROWS))
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
     if spec.producer_warps:
         alone += _waiting(
             alone / (2 * subtiles),
             rows * columns_k * problem.element_bytes,
-            schedule.number("tile_n") * columns_k * problem.element_bytes,
+            schedule.number("tile_n") * columns_k * problem.key_bytes,
             facts,
         )
     shared = resident * (slowest + EXPOSED * (total - slowest) + lost)
@@ -436,7 +442,7 @@ def _dram_bytes(problem: Problem, schedule: Schedule, spec: ArchSpec, resident: 
         in_flight = min(heads, SWIZZLE_PAIRS * -(-slots // (SWIZZLE_PAIRS * pieces)))
     else:
         in_flight = -(-slots // pieces)
-    per_head = problem.mean_keys * (problem.head_dim + problem.value_columns) * problem.element_bytes
+    per_head = problem.mean_keys * (problem.head_dim + problem.value_columns) * problem.key_bytes
     if min(in_flight, heads) / problem.group * per_head <= spec.l2_bytes:
         return float(problem.min_bytes)
     reads = pieces / math.sqrt(max(1.0, slots * problem.group / in_flight))

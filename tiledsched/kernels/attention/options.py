@@ -15,6 +15,10 @@ from tiledsched.core.problem import Problem
 SIZE, FLAG = ts.dim(0, least=0, omit_default=True), ts.flag(omit_default=True)
 DTYPES = ("float16", "bfloat16")
 ALIGNMENTS = ("top_left", "bottom_right")
+EIGHT_BITS = "float8_e4m3fn"
+"""The type of keys and values in 8 bits: a sign, 4 bits of exponent, 3 of mantissa, and numbers up to 448."""
+KV8_SCALES = ("", "tensor", "head", "page")
+"""What keys and values in 8 bits have a scale for; empty for those of the type of the queries. Kernels get the index."""
 MAX_HEAD_DIM = 256
 SIZES = {
     "seq_q": ts.dim(),
@@ -62,11 +66,21 @@ class FeatureArguments(NamedTuple):
     """Keys of the longest packed sequence; 0 where the caller did not say."""
     window_right: int = 0
     """Keys that a row sees after its own."""
+    k_scale: Annotated[
+        Any,
+        {
+            "kv8": ts.choice(*KV8_SCALES, omit_default=True),
+            "KScale": ts.array("kv_scales", dtype="float32", when="eight_bits"),
+        },
+    ] = None
+    """`[1]`, `[kv_heads]` or `[pages]`: what keys in 8 bits are multiplied with."""
+    v_scale: Annotated[Any, {"VScale": ts.array("kv_scales", dtype="float32", when="eight_bits")}] = None
+    """Likewise for values."""
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         """The arguments that are tensors, in the order of :data:`ARRAYS`; None for those that the call does not have."""
-        return self[2:8]
+        return (*self[2:8], *self[11:13])
 
 
 _notes = get_type_hints(FeatureArguments, include_extras=True)
@@ -77,7 +91,9 @@ FIELDS: dict[str, Any] = {name: each for name, each in _declared if not isinstan
 ARRAYS: dict[str, Any] = {name: each for name, each in _declared if isinstance(each, ts.ArrayField)}
 """The arrays of features, in the order of the arguments."""
 PADDED_ARRAYS = tuple(name for name, each in ARRAYS.items() if each.when in FIELDS)
-"""The arrays of kernels with features; kernels of packed sequences and pages have the others, too."""
+"""The arrays of kernels with features."""
+VARLEN_ARRAYS = tuple(name for name, each in ARRAYS.items() if each.when != "eight_bits")
+"""The arrays of kernels of packed sequences and pages; kernels of keys in 8 bits have all."""
 VARIANT_ARRAYS = (*PADDED_ARRAYS, "Blocks")
 """The optional arrays of kernels with an author's own functions, but for those that the functions take."""
 SCHEMA = ", ".join(
@@ -97,9 +113,9 @@ def feature_words(p: Problem, mark: str, between: str, flag: str) -> str:
     and before the name of a flag.
     """
     found = ""
-    for kind in (ts.Dim, ts.Flag):
+    for kind in (ts.Dim, ts.Choice, ts.Flag):
         for name, each in FIELDS.items():
             if isinstance(each, kind) and getattr(p, name):
                 word = name.removeprefix("window_")
-                found += f"{mark}{word}{between}{getattr(p, name)}" if kind is ts.Dim else f"{mark}{flag}{name}"
+                found += f"{mark}{flag}{name}" if kind is ts.Flag else f"{mark}{word}{between}{getattr(p, name)}"
     return found

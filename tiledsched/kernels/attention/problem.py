@@ -7,9 +7,11 @@ from typing import Any
 from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.fields import ITEM_BYTES, Value
-from tiledsched.kernels.attention.options import ALIGNMENTS, FIELDS, feature_words
+from tiledsched.kernels.attention.options import ALIGNMENTS, EIGHT_BITS, FIELDS, feature_words
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
+NARROWEST_PLANE = 32
+"""Columns of the narrowest product with a part of the columns of keys or values in 8 bits. Four warps share 32 columns."""
 SMALLEST_PAGE = 16
 """The keys of a page are a multiple of this number."""
 REPRESENTATIVE_KEYS, REPRESENTATIVE_SEQUENCES = 8192, 2
@@ -107,10 +109,35 @@ def _check_places(values: dict[str, Value]) -> None:
         raise ProblemError(f"page = {page} needs lengths: what a page holds beyond its sequence's keys is not theirs")
     if ((packed or page) and values["starts"]) or (packed and not page and values["lengths"]):
         raise ProblemError("starts and lengths are not for packed sequences, nor starts for pages; leave them out")
+    if values.get("kv8"):
+        _check_words(values)
     if page % SMALLEST_PAGE:
         raise ProblemError(f"page must be a multiple of {SMALLEST_PAGE}, the narrowest side of a product, got {page}")
     if page and int(values["seq_k"]) % page:  # type: ignore[arg-type]
         raise ProblemError(f"seq_k = {values['seq_k']} must be whole pages of {page}; give a multiple of it")
+
+
+def _check_words(values: dict[str, Value]) -> None:
+    """Raise ProblemError if keys and values in 8 bits do not come in words, or have scales for pages that there are not."""
+    if values["kv8"] == "page" and not values["page"]:
+        raise ProblemError("kv8 = 'page' needs keys in pages; give page, or use kv8 = 'head' or 'tensor'")
+    columns = [int(values[name] or values["head_dim"]) for name in ("head_dim", "value_dim")]  # type: ignore[arg-type]
+    numbers, _ = words_of(*columns)
+    if any(each % numbers for each in columns):
+        raise ProblemError(
+            f"rows of keys and values in 8 bits are whole words of {numbers} numbers, got {columns[0]} and {columns[1]} "
+            f"columns; pad them with zeros to a multiple of {numbers}"
+        )
+
+
+def words_of(head_dim: int, value_columns: int) -> tuple[int, str]:
+    """How many numbers of 8 bits an element of k or v holds, the first in its lowest byte, and the type of such elements.
+
+    The compiler reads words from shared memory whole, and numbers one by one. Each product takes one number of each word, and has
+    32 columns at least.
+    """
+    numbers = min(4, min(padded(head_dim), padded(value_columns)) // NARROWEST_PLANE) or 1
+    return numbers, {1: "int8", 2: "int16", 4: "int32"}[numbers]
 
 
 def visible_pairs(p: Any) -> float:
@@ -159,8 +186,9 @@ def padding_keys(p: Any) -> float:
 
 def is_wide(p: Any) -> bool:
     """Whether some array has elements beyond the reach of a 32-bit index."""
-    rows = max(p.batch * p.heads * p.seq_q, p.kv_heads * p.key_entries * p.key_rows)
-    return bool(rows * max(p.head_dim, p.value_columns) > LARGEST_INT32)
+    columns = max(p.head_dim, p.value_columns)
+    keys = p.kv_heads * p.key_entries * p.key_rows * (columns // p.numbers)
+    return bool(max(p.batch * p.heads * p.seq_q * columns, keys) > LARGEST_INT32)
 
 
 def padded(columns: int) -> int:
@@ -188,6 +216,13 @@ DERIVED = {
     "split_d": lambda p: sum(p.parts_d),
     "split_v": lambda p: sum(p.parts_v),
     "element_bytes": lambda p: ITEM_BYTES[p.dtype],
+    "eight_bits": lambda p: bool(p.kv8),  # whether keys and values have 8 bits
+    "numbers": lambda p: words_of(p.head_dim, p.value_columns)[0] if p.kv8 else 1,  # in an element of k or v
+    "kv_dtype": lambda p: words_of(p.head_dim, p.value_columns)[1] if p.kv8 else p.dtype,
+    "key_bytes": lambda p: ITEM_BYTES[EIGHT_BITS if p.kv8 else p.dtype],
+    "key_elements": lambda p: p.head_dim // p.numbers,  # elements of a row of k and of v
+    "value_elements": lambda p: p.value_columns // p.numbers,
+    "kv_scales": lambda p: {"head": p.kv_heads, "page": p.key_entries}.get(p.kv8, 1),
     "wide": is_wide,
     "visible_pairs": visible_pairs,
     "past_keys": lambda p: p.seq_k + 1,  # what lengths lie below

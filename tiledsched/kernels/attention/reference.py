@@ -10,6 +10,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from tiledsched.core.storage import to_float
+from tiledsched.kernels.attention.options import EIGHT_BITS
+
 ROWS_PER_CHUNK = 2048
 
 
@@ -118,6 +121,16 @@ def attention_and_lse(
                 out[b, h, rows] = (scores @ values) / total
                 lse[b, h, rows] = (largest + xp.log(total))[:, 0]
     return out, lse
+
+
+def scaled_numbers(xp: Any, words: Any, scales: Any, p: Any, dtype: str) -> Any:
+    """Keys or values `[entries, kv_heads, rows, columns]` in `dtype`, of the words that hold them in 8 bits and their scales."""
+    return to_float(xp, words.view("uint8"), EIGHT_BITS, dtype) * by_row(scales.astype(dtype), p)
+
+
+def by_row(scales: Any, p: Any) -> Any:
+    """Scales as an array that numbers `[entries, kv_heads, rows, columns]` are multiplied with."""
+    return scales.reshape((-1, 1, 1, 1) if p.kv8 == "page" else (1, -1, 1, 1))
 
 
 def masked_scores(

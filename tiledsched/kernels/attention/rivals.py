@@ -28,7 +28,7 @@ def refuse_features(p: Problem, *, but: tuple[str, ...] = ()) -> None:
     """Raise UnsupportedError where a problem has features that a method does not compute, except those in `but`."""
     if p.is_varlen:
         raise UnsupportedError("it knows no packed sequences, and no pages")
-    features = ("window", "window_right", "softcap", "sinks", "starts", "lengths")
+    features = ("window", "window_right", "softcap", "sinks", "starts", "lengths", "kv8")
     beyond = [name for name in features if getattr(p, name) and name not in but]
     if beyond:
         raise UnsupportedError(f"it knows no {', '.join(beyond)}")

@@ -19,6 +19,8 @@ FEW_KEYS = 640
 """With at most this many keys a block takes so few steps that starting and storing decide its time."""
 WIDE_TILE = 128
 """Keys of the widest tile that wins."""
+NARROW_ROWS, NARROW_TILES = 16, ((128, 2), (64, 3))
+"""Rows of tiles, and keys of tiles with blocks of an SM, for few rows over keys in 8 bits."""
 WIDE_HEAD, SMALL_TILE = 128, 32
 """Rows of more than 128 columns that threads copy leave registers for tiles of 32 keys."""
 TIMING_OCTAVES = (3.0, 7.5, 6.0, 9.0, 2.25)
@@ -119,11 +121,24 @@ class AttentionSimilarity(Similarity):
         return p.mean_rows <= FEW_ROWS or copies_rows(p)
 
     def equivalents(self, p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
-        """The schedule with a loop of its own for masked steps, where `s` has none.
+        """The schedule with a loop of its own for masked steps, where `s` has none. For few rows over keys in 8 bits, tiles of 16
+        rows: those of 64, which serve 16 bits, write each value to shared memory once more, alone.
 
         Where no tile of keys is cut off, as on `p`, that loop changes nothing. On `q`, where one is, every step of `s` masks,
         which costs too much if there are many keys.
         """
+        if q.kv8 and not p.kv8 and q.mean_rows <= FEW_ROWS:
+            return tuple(
+                s.replace(
+                    tile_m=NARROW_ROWS,
+                    tile_n=keys,
+                    occupancy=blocks,
+                    num_worker_warps=4,
+                    loop_split=bool(q.page),
+                    page_lookup="scalar" if q.page in (16, 32) else "gather",
+                )
+                for keys, blocks in NARROW_TILES
+            )
         masked = any(skips_keys(each) or each.spanned for each in (p, q))
         if masked or s["loop_split"] or q.mean_rows <= FEW_ROWS or q.mean_keys <= FEW_KEYS:
             return ()
@@ -167,7 +182,7 @@ def copies_rows(p: Any) -> bool:
 
     Tiles that just fit the registers otherwise then spill, and compile for minutes.
     """
-    return any(columns * p.element_bytes % ALIGNMENT for columns in (p.head_dim, p.value_columns))
+    return any(columns * p.key_bytes % ALIGNMENT for columns in (p.head_dim, p.value_columns))
 
 
 def skips_keys(p: Any) -> bool:

@@ -23,6 +23,18 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.eight_bits import (
+    PER_PAGE,
+    Scales,
+    in_float16,
+    joined,
+    key_planes,
+    own_scale,
+    planes_of_keys,
+    planes_of_values,
+    scales_of_values,
+    with_key_scales,
+)
 from tiledsched.kernels.attention.features import (
     capped,
     narrowed,
@@ -164,6 +176,11 @@ class Constants:
     """Keys of a page; 0 where a sequence's keys lie end to end."""
     PAGE_BY_PAGE: bool = False
     """Whether each page of a tile is looked up by itself."""
+    # Only the kernels of keys and values in 8 bits know the following.
+    KV8: int = 0
+    """Index into KV8_SCALES."""
+    NUMBERS: int = 1
+    """Numbers of 8 bits in an element of K or V."""
     # Only the kernels whose shares a later launch combines know the following.
     KV_SPAN: int = 0
     """Steps of each share of the keys, counted from the sequence's first key; 0 where KV_SPLITS shares are about equal."""
@@ -204,6 +221,8 @@ class Keys:
     """Which keys count, as a `features.Span`; None where all keys do."""
     variant: Any = None
     """What an author's own functions are given, as a `mods.Variant`; None where there are none."""
+    eight: Any = None
+    """The scales of keys and values in 8 bits, as `eight_bits.Scales`; None where they have the type of the queries."""
 
 
 @dataclass(frozen=True)
@@ -332,8 +351,27 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
     elif const.KV_SPLITS > 1:
         begin, end = steps * split // const.KV_SPLITS, steps * (split + 1) // const.KV_SPLITS
     odd = place // TOOTH % 2 if const.KV_DIRECTION == WIDE_SAWTOOTH else place % 2
-    keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span, variant)
+    eight = None
+    if const.KV8:
+        eight = Scales(own_scale(features.KScale, kv_head, const), own_scale(features.VScale, kv_head, const))
+        queries = tuple(in_float16(q[0], eight, const) for q in ct.static_iter(queries))
+        chains = tuple(
+            Chain(
+                tuple(
+                    ct.full((const.TILE_M, const.TILE_V // const.NUMBERS), 0.0, dtype=ct.float32)
+                    for _ in ct.static_iter(range(const.NUMBERS))
+                ),
+                chain.row_max,
+                chain.row_sum,
+            )
+            for chain in ct.static_iter(chains)
+        )
+    keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span, variant, eight)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
+    if const.KV8:
+        chains = tuple(
+            Chain((joined(chain.acc, eight, const),), chain.row_max, chain.row_sum) for chain in ct.static_iter(chains)
+        )
     return WorkTile(batch, head, tiles), chains
 
 
@@ -559,11 +597,32 @@ def existing_tile(keys, i, t, const):
 def products(queries, keys, i, const):
     """Scores of the `i`-th step, before masks and, unless they are capped, before the scale: `[query tile][key tile]`."""
     tiles = tuple(
-        load_tile(keys.K, keys, i, t, const.TILE_D, const.REST_D, const.LATENCY_K, True, const)
+        load_tile(keys.K, keys, i, t, const.TILE_D, const.REST_D, const.LATENCY_K, not const.KV8, const)
         for t in ct.static_iter(range(const.KV_SUBTILES))
     )
+    if const.KV8:
+        scores = products_of_words(queries, tiles, keys, i, const)
+    else:
+        scores = tuple(
+            tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles))
+            for q in ct.static_iter(queries)
+        )
+    return scores
+
+
+def products_of_words(queries, words, keys, i, const):
+    """The scores of keys in 8 bits, given as words, before masks."""
+    tiles = tuple(planes_of_keys(each[0], const) for each in ct.static_iter(words))
     return tuple(
-        tuple(capped(score(q, k, const), keys, const) for k in ct.static_iter(tiles)) for q in ct.static_iter(queries)
+        tuple(
+            capped(
+                with_key_scales(score(q, tiles[t], const), q, keys, existing_tile(keys, i, t, const), const),
+                keys,
+                const,
+            )
+            for t in ct.static_iter(range(const.KV_SUBTILES))
+        )
+        for q in ct.static_iter(queries)
     )
 
 
@@ -577,6 +636,8 @@ def load_tile(array, keys, i, t, TILE, REST, LATENCY, TRANSPOSED, const):
     parts = ()
     for part in ct.static_iter(range(2 if REST else 1)):
         width, column = part_of(part, TILE, REST)
+        if const.KV8:
+            width = width // const.NUMBERS
         if spans_pages(const):
             found = load_pages(array, (entry, keys.kv_head, column), width, LATENCY, const)
             if TRANSPOSED:
@@ -595,7 +656,7 @@ def load_tile(array, keys, i, t, TILE, REST, LATENCY, TRANSPOSED, const):
 def score(q, k, const):
     """The product q @ k, summed over the parts of their columns, `[TILE_M, TILE_N]`."""
     product = ct.full((const.TILE_M, const.TILE_N), 0.0, dtype=ct.float16 if const.FP16_ACCUM else ct.float32)
-    for part in ct.static_iter(range(2 if const.REST_D else 1)):
+    for part in ct.static_iter(range(key_planes(const) if const.KV8 else 2 if const.REST_D else 1)):
         product = ct.mma(q[part], k[part], product)
     return product
 
@@ -620,7 +681,11 @@ def fold(rows, keys, i, chains, scores, MASKED, scale_log2, const):
             (halves[s][0], weighted(halves[s][1], rows[s], keys, i, const))
             for s in ct.static_iter(range(const.Q_SUBTILES))
         )
-    return tuple(accumulate(chain, p, values, const) for chain, p in ct.static_iter(halves))
+    if const.KV8:
+        found = tuple(accumulate_words(chain, p, values, keys, i, const) for chain, p in ct.static_iter(halves))
+    else:
+        found = tuple(accumulate(chain, p, values, const) for chain, p in ct.static_iter(halves))
+    return found
 
 
 def weighted(p, rows, keys, i, const):
@@ -688,9 +753,29 @@ def mask(scores, rows, keys, j, MASKED, const):
 def accumulate(chain, p, values, const):
     """The chain with the product of the probabilities and the values added to its accumulator."""
     acc = ()
-    for part in ct.static_iter(range(2 if const.REST_V else 1)):
+    for part in ct.static_iter(range(const.NUMBERS if const.KV8 else 2 if const.REST_V else 1)):
         total = chain.acc[part]
         for t in ct.static_iter(range(const.KV_SUBTILES)):
             total = ct.mma(p[t].astype(values[t][part].dtype), values[t][part], total)
         acc = (*acc, total)
     return Chain(acc, chain.row_max, chain.row_sum)
+
+
+def accumulate_words(chain, p, words, keys, i, const):
+    """The chain with the product of the probabilities and values in 8 bits, given as words, added to its accumulator.
+
+    Where each page of values has a scale, probabilities are multiplied with the scales of a step divided by the largest of them,
+    which float16 holds, and the product with that one.
+    """
+    values = tuple(planes_of_values(each[0], const) for each in ct.static_iter(words))
+    if const.KV8 == PER_PAGE:
+        places = tuple(existing_tile(keys, i, t, const) for t in ct.static_iter(range(const.KV_SUBTILES)))
+        factors, largest = scales_of_values(keys, places, const)
+        p = tuple(p[t] * factors[t] for t in ct.static_iter(range(const.KV_SUBTILES)))
+        empty = tuple(ct.full(part.shape, 0.0, dtype=ct.float32) for part in ct.static_iter(chain.acc))
+        added = accumulate(Chain(empty, chain.row_max, chain.row_sum), p, values, const).acc
+        acc = tuple(chain.acc[n] + added[n] * largest for n in ct.static_iter(range(const.NUMBERS)))
+        chain = Chain(acc, chain.row_max, chain.row_sum)
+    else:
+        chain = accumulate(chain, p, values, const)
+    return chain

@@ -372,7 +372,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ProblemError: one of them is asked for.
     """
-    for refused in ("softcap", "window", "window_right", "starts", "packed", "page"):
+    for refused in ("softcap", "window", "window_right", "starts", "packed", "page", "kv8"):
         if values[refused]:
             raise ProblemError(f"{refused} is not combined with score_mod and mask_mod; say it in one of them")
     return problem.canonical(values)

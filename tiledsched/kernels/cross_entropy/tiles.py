@@ -3,7 +3,8 @@
 A row's logits are read once, in groups of tiles. Each column of a tile is a lane with a running maximum and a running sum of
 exponentials (Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867); the maximum of a lane is
 taken over a whole group, so that a sum is rescaled once in a group, and lanes are combined at the end of the row. Several blocks
-may share a row; a second launch then combines what they found.
+may share a row; a second launch then combines what they found. No result depends on the order of a row's logits: rows that do not
+begin at multiples of 16 bytes are read from the first such multiple on, and what is before it last.
 
 A loss is made of differences of logits alone, so that it loses no digits where all logits of a row are far from zero. They are
 subtracted before they are multiplied by log2(e): the other way round the compiler contracts the second product into a fused
@@ -20,7 +21,17 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import LOG2_E, Bool, Int, column_indices, column_tiles, load_rows, load_tile
+from tiledsched.kernels.rows import (
+    LOG2_E,
+    Bool,
+    Int,
+    column_indices,
+    column_tiles,
+    is_rotated,
+    load_rotated,
+    load_tile,
+    rotated_tiles,
+)
 
 LN_2 = math.log(2.0)
 LOWEST = -3.4028234663852886e38
@@ -145,24 +156,33 @@ def near_logits(Logits, row, const):
     """
     if not const.SMOOTHED:
         return ct.zeros((const.TILE_ROWS, 1), ct.float32)
-    near = ct.max(within(load_rows(Logits, row, 0, const), -math.inf, 0, const), axis=1, keepdims=True)
+    first = load_logits(Logits, row, 0, whole_tiles(Logits, const) > 0, const)
+    near = ct.max(within(first.astype(ct.float32), -math.inf, 0, const), axis=1, keepdims=True)
     return ct.where(near > -math.inf, near, 0.0)
 
 
-def whole_groups(const):
-    """Groups of tiles that lie within a row."""
-    return const.COLUMNS // (const.GROUP * const.TILE_COLUMNS)
+def whole_tiles(Logits, const):
+    """Tiles of rows that surely lie within a row."""
+    return rotated_tiles(Logits, const) if is_rotated(Logits, const) else const.COLUMNS // const.TILE_COLUMNS
+
+
+def load_logits(Logits, row, j, whole, const):
+    """The `j`-th tile of rows; `whole` says whether it is one of :func:`whole_tiles`."""
+    if is_rotated(Logits, const):
+        return load_rotated(Logits, row, j, whole, const)
+    return load_tile(Logits, row, j, const)
 
 
 def read_groups(Logits, row, split, near, const):
     """The lanes (maximum, sum of exponentials above it, sum of logits less `near`) of the whole groups of one part of a tile of
     rows.
     """
-    share = (whole_groups(const) + const.SPLITS - 1) // const.SPLITS
+    groups = whole_tiles(Logits, const) // const.GROUP
+    share = (groups + const.SPLITS - 1) // const.SPLITS
     highest = ct.full((const.TILE_ROWS, const.TILE_COLUMNS), LOWEST, ct.float32)
     total = ct.zeros((const.TILE_ROWS, const.TILE_COLUMNS), ct.float32)
     logits = ct.zeros((const.TILE_ROWS, const.TILE_COLUMNS), ct.float32)
-    for group in range(split * share, min(split * share + share, whole_groups(const))):
+    for group in range(split * share, min(split * share + share, groups)):
         highest, total, logits = add_group(
             Logits, row, group * const.GROUP, const.GROUP, False, near, (highest, total, logits), const
         )
@@ -173,7 +193,7 @@ def read_rest(Logits, row, split, near, lanes, const):
     """What `read_groups` finds, for a part of each row of a tile as a whole, `[TILE_ROWS]` each: from its lanes, and for the last
     part also from the tiles behind whole groups.
     """
-    first = whole_groups(const) * const.GROUP
+    first = whole_tiles(Logits, const) // const.GROUP * const.GROUP
     rest = column_tiles(const) - first
     highest, total, logits = lanes
     if rest > 0 and (const.SPLITS == 1 or split == const.SPLITS - 1):
@@ -186,7 +206,10 @@ def read_rest(Logits, row, split, near, lanes, const):
 def add_group(Logits, row, first, count, last, near, lanes, const):
     """The lanes with `count` more tiles from the tile `first` on; the `last` ones may reach beyond the row."""
     highest, total, logits = lanes
-    tiles = tuple(load_tile(Logits, row, first + i, const) for i in ct.static_iter(range(count)))
+    whole = whole_tiles(Logits, const)
+    tiles = tuple(
+        load_logits(Logits, row, first + i, not last or first + i < whole, const) for i in ct.static_iter(range(count))
+    )
     if const.SMOOTHED:
         for i in ct.static_iter(range(count)):
             far = tiles[i].astype(ct.float32) - near

@@ -1,4 +1,6 @@
-"""The declaration of gated linear units. What runs on the GPU is in `tiles` beside it and `kernels.rows`."""
+"""The declarations of gated linear units: rounded to the type of their inputs, and to 8-bit floats with scales. What runs on the
+GPU is in `tiles` beside it and `kernels.rows`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.glu.rivals import in_torch
-from tiledsched.kernels.row_schedules import LOADS, OneFunction, RowSimilarity, StreamingCost, TileDemand
+from tiledsched.kernels.row_schedules import (
+    LOADS,
+    OneFunction,
+    QuantizedRows,
+    RowSimilarity,
+    StreamingCost,
+    TileDemand,
+    WholeRowCost,
+    reference_quantized,
+)
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """The kernel sees the index."""
@@ -106,6 +117,28 @@ class Glu(OneFunction, Kernel):
             for dtype, activation in (("bfloat16", "silu"), ("float16", "gelu"), ("float16", "gelu_tanh"))
             for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))
         ]
+
+
+class GluQuantized(QuantizedRows, Glu):  # type: ignore[misc]  # its knobs are those of whole rows
+    """Out * Scale = the elements that `Glu` makes, where Out is float8_e4m3fn and each row has a scale. With `static`, all rows
+    have the scale `Given`.
+    """
+
+    name = "glu_quantized"
+    axes = ("columns", "rows", "activation", "static", "dtype")  # type: ignore[assignment]
+    suites = {"models": [{**each, "static": static} for static in (False, True) for each in Glu.suites["models"]]}
+    cost = WholeRowCost(arrays=2, instructions=FP32_PER_ELEMENT, live=0.9)  # type: ignore[assignment]
+    constants = Glu.constants
+
+    @staticmethod
+    def reference(xp: Any, Gate: Any, Up: Any, Given: Any, activation: str) -> Any:  # type: ignore[override]
+        """The gated rows over their scales, and the scales."""
+        return reference_quantized(xp, Glu.reference(xp, Gate, Up, activation), Given)
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Those of :class:`Glu`; half of them have a given scale."""
+        return [GluQuantized.problem(**p.values, static=p.rows % 4 == 1) for p in Glu.small()]
 
 
 def tiles_of(p: Problem, s: Schedule) -> int:

@@ -1,9 +1,15 @@
-"""Gated linear units by others: a function takes Gate and Up, and returns the gated elements."""
+"""Gated linear units by others: a function takes Gate and Up, and returns the gated elements.
+
+Of rows that are rounded to 8-bit floats, it also takes their scale where that is given, and returns each row's scale, too.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Method, Numbers, called
+from tiledsched.kernels.row_schedules import torch_quantized
 from tiledsched.kernels.torch_rivals import torch_methods
 
 
@@ -11,10 +17,11 @@ def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's activation, and a product, which stand in while the kernel is compiled."""
     from torch.nn.functional import gelu, silu
 
-    if p.activation == "silu":
-        return lambda Gate, Up: silu(Gate) * Up
-    approximate = "tanh" if p.activation == "gelu_tanh" else "none"
-    return lambda Gate, Up: gelu(Gate, approximate=approximate) * Up
+    tanh = "tanh" if p.activation == "gelu_tanh" else "none"
+    unit = silu if p.activation == "silu" else partial(gelu, approximate=tanh)
+    if p.kernel == "glu":
+        return lambda Gate, Up: unit(Gate) * Up
+    return lambda Gate, Up, Given=None: torch_quantized(unit(Gate.float()) * Up.float(), Given)
 
 
 def liger(p: Problem) -> Function:
@@ -35,6 +42,16 @@ def tilegym(p: Problem) -> Function:
 
 METHODS = (
     *torch_methods(in_torch),
-    Method(name="liger", make=called(liger), package="liger_kernel", knows=lambda p: p.activation != "gelu"),
-    Method(name="tilegym", make=called(tilegym), package="tilegym", knows=lambda p: p.activation == "silu"),
+    Method(
+        name="liger",
+        make=called(liger),
+        package="liger_kernel",
+        knows=lambda p: p.kernel == "glu" and p.activation != "gelu",
+    ),
+    Method(
+        name="tilegym",
+        make=called(tilegym),
+        package="tilegym",
+        knows=lambda p: p.kernel == "glu" and p.activation == "silu",
+    ),
 )

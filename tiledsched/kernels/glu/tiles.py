@@ -1,7 +1,7 @@
 """The tile code of gated linear units, with its schedule left open.
 
-Out = activation(Gate) * Up, element by element, in float32 and rounded once. After Shazeer, GLU Variants Improve Transformer
-(arXiv:2002.05202).
+Out = activation(Gate) * Up, element by element, in float32 and rounded once, to the type of Gate or to 8-bit floats with scales.
+After Shazeer, GLU Variants Improve Transformer (arXiv:2002.05202).
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -13,7 +13,17 @@ import math
 
 import cuda.tile as ct
 
-from tiledsched.kernels.rows import LOG2_E, Bool, Int, RowConstants, column_tiles, load_rows, over_tiles, store_rows
+from tiledsched.kernels.rows import (
+    LOG2_E,
+    Bool,
+    Int,
+    RowConstants,
+    column_tiles,
+    load_rows,
+    over_tiles,
+    store_quantized,
+    store_rows,
+)
 
 SILU, GELU, GELU_TANH = range(3)
 """Activations, by the index into `declaration.ACTIVATIONS`."""
@@ -47,6 +57,35 @@ def gate_tile(tile, Gate, Up, Out, activation, const):
     gate = load_rows(Gate, row, column, const)
     up = load_rows(Up, row, column, const)
     store_rows(Out, row, column, activated(gate, activation) * up, const)
+
+
+def glu_quantized(
+    Gate,
+    Up,
+    Given,
+    Out,
+    Scale,
+    columns: Int,
+    static: Bool,
+    TILE_ROWS: Int,
+    TILE_COLUMNS: Int,
+    PERSISTENT: Bool,
+    LOADS: Int,
+    ACTIVATION: Int,
+):
+    """Out = activation(Gate) * Up over Scale `[rows]`, in 8-bit floats. A block takes whole rows."""
+    const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, True, PERSISTENT, LOADS)
+    arguments = (Gate, Up, Given if static else None, Out, Scale, ACTIVATION, const)
+    over_tiles(quantize_rows, ct.cdiv(Gate.shape[0], TILE_ROWS), PERSISTENT, *arguments)
+
+
+def quantize_rows(row, Gate, Up, Given, Out, Scale, activation, const):
+    """One tile of rows; `Given` is None where each row has a scale of its own."""
+    tiles = tuple(
+        activated(load_rows(Gate, row, j, const), activation) * load_rows(Up, row, j, const)
+        for j in ct.static_iter(range(column_tiles(const)))
+    )
+    store_quantized(Out, Scale, Given, row, tiles, const)
 
 
 def activated(x, activation):

@@ -1,4 +1,6 @@
-"""The declaration of root-mean-square normalisation. What runs on the GPU is in `tiles` beside it and `kernels.rows`."""
+"""The declarations of root-mean-square normalisation: rounded to the type of its input, and to 8-bit floats with scales. What
+runs on the GPU is in `tiles` beside it and `kernels.rows`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.rms_norm.rivals import in_torch
-from tiledsched.kernels.row_schedules import ELEMENTS, WIDTHS, RowCost, RowKernel
+from tiledsched.kernels.row_schedules import (
+    ELEMENTS,
+    FP32_PER_ELEMENT,
+    WIDTHS,
+    QuantizedRows,
+    RowCost,
+    RowKernel,
+    RowSimilarity,
+    WholeRowCost,
+    reference_quantized,
+)
 
 
 class RmsNorm(RowKernel, Kernel):
@@ -67,3 +79,35 @@ class RmsNorm(RowKernel, Kernel):
             for residual in (False, True)
             for rows, columns in ((5, 1000), (7, 512), (3, 5120), (1, 24))
         ]
+
+
+class RmsNormQuantized(QuantizedRows, RmsNorm):
+    """Out * Scale = the rows as `RmsNorm` normalises them, where Out is float8_e4m3fn and each row has a scale. With `static`,
+    all rows have the scale `Given`.
+    """
+
+    name = "rms_norm_quantized"
+    axes = ("columns", "rows", "residual", "static", "dtype")  # type: ignore[assignment]
+    suites = {"models": [{**each, "static": static} for static in (False, True) for each in RmsNorm.suites["models"]]}
+    cost = WholeRowCost(arrays=1, instructions=FP32_PER_ELEMENT, live=0.9)  # type: ignore[assignment]
+    similarity = RowSimilarity()
+
+    @staticmethod
+    def entry(p: Problem, s: Schedule) -> Callable[..., None]:
+        """One function for all of its problems."""
+        from tiledsched.kernels.rms_norm import tiles
+
+        return tiles.rms_norm_quantized
+
+    @staticmethod
+    def reference(xp: Any, X: Any, R: Any, W: Any, Given: Any, eps: float) -> Any:  # type: ignore[override]
+        """The normalised rows over their scales, with a residual the sums, and the scales."""
+        made = RmsNorm.reference(xp, X, R, W, eps)
+        out, *total = made if isinstance(made, tuple) else (made,)
+        out, scale = reference_quantized(xp, out, Given)
+        return out, *total, scale
+
+    @staticmethod
+    def small() -> list[Problem]:
+        """Those of :class:`RmsNorm`; half of them have a given scale."""
+        return [RmsNormQuantized.problem(**p.values, static=p.rows % 4 == 1) for p in RmsNorm.small()]

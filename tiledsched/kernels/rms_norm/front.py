@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, operator, takes_tensors
+from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, operator, read_scale, returned_scale, takes_tensors
 
 
 @takes_tensors
-def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor | None = None) -> Any:
+def rms_norm(
+    input: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor | None = None, quantize: Any = None
+) -> Any:
     """`x / sqrt(mean(x * x) + eps) * weight` over the last axis, where x is `input`, or `input + residual`.
 
     Args:
@@ -18,19 +20,35 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tens
         weight: `[columns]`, of the same type.
         eps: added to the mean of squares.
         residual: of the shape of `input`.
+        quantize: round to float8_e4m3fn with scales: `"row"` for a scale of each row, its largest magnitude over 448; or a CUDA
+            tensor of one float32, the scale of all rows. Elements are divided by their scale and rounded to nearest even; those
+            that do not fit become the largest number of their sign. There are no gradients.
 
     Returns:
-        The normalised rows; with a residual, these and the sum `input + residual`.
+        The normalised rows; with a residual, these and the sum `input + residual`. With `quantize` the scales come last: float32,
+        `[..., 1]`, or the tensor that was given, as `scaled_matmul` takes them.
 
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
     rows = flat_rows(input)
+    if quantize is not None:
+        return _quantized(input, rows, weight, eps, residual, quantize)
     if residual is None:
         return operator("rms_norm")(rows, weight, eps=eps).reshape(input.shape)
     check_shape("residual", residual, "input", input.shape)
     out, total = operator("rms_norm", residual=True)(rows, residual.reshape(rows.shape), weight, eps=eps)
     return out.reshape(input.shape), total.reshape(input.shape)
+
+
+def _quantized(input: Tensor, rows: Tensor, weight: Tensor, eps: float, residual: Any, quantize: Any) -> Any:
+    given, arrays = read_scale(quantize), [rows, weight]
+    if residual is not None:
+        check_shape("residual", residual, "input", input.shape)
+        arrays.insert(1, residual.reshape(rows.shape))
+    call = operator("rms_norm_quantized", residual=residual is not None, static=given is not None)
+    *made, scale = call(*arrays, *([] if given is None else [given]), eps=eps)
+    return (*(each.reshape(input.shape) for each in made), returned_scale(scale, quantize, input))
 
 
 def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:

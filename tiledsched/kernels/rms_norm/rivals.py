@@ -1,4 +1,7 @@
-"""Root-mean-square normalisation by others: a function takes X and W, or X, R and W, and returns Out, or Out and X + R."""
+"""Root-mean-square normalisation by others: a function takes X and W, or X, R and W, and returns Out, or Out and X + R.
+
+Of rows that are rounded to 8-bit floats, it also takes their scale where that is given, and returns each row's scale, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Method, Numbers, Variants, called
+from tiledsched.kernels.row_schedules import torch_quantized
 from tiledsched.kernels.torch_rivals import torch_methods
 
 TILEGYM_MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
@@ -15,9 +19,23 @@ TILEGYM_MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cac
 
 def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's rms_norm, after adding the residual if there is one; it stands in while the kernel is compiled."""
+    if p.kernel != "rms_norm":
+        return quantized_in_torch(p, numbers)
     from torch.nn.functional import rms_norm
 
     return _after_adding(p, partial(_normalised, p, rms_norm, eps=numbers["eps"]))
+
+
+def quantized_in_torch(p: Problem, numbers: Numbers) -> Function:
+    """torch's functions in float32, rounded once."""
+
+    def call(*given: Any) -> Any:
+        total = sum(each.float() for each in given[: 1 + p.residual])
+        factor = (total.square().mean(-1, keepdim=True) + numbers["eps"]).rsqrt() * given[1 + p.residual].float()
+        out, scale = torch_quantized(total * factor, given[-1] if p.static else None)
+        return (out, total.to(given[0].dtype), scale) if p.residual else (out, scale)
+
+    return call
 
 
 def tilegym(p: Problem) -> Variants:
@@ -45,4 +63,7 @@ def _after_adding(p: Problem, normalise: Callable[[Any, Any], Any]) -> Function:
     return add_first
 
 
-METHODS = (*torch_methods(in_torch), Method(name="tilegym", make=called(tilegym), package="tilegym"))
+METHODS = (
+    *torch_methods(in_torch),
+    Method(name="tilegym", make=called(tilegym), package="tilegym", knows=lambda p: p.kernel == "rms_norm"),
+)

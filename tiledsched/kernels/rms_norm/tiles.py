@@ -1,7 +1,8 @@
 """The tile code of root-mean-square normalisation, with its schedule left open.
 
 Out = X / sqrt(mean(X * X) + eps) * W, row by row, in float32 throughout; with a residual, X + R takes the place of X, and is
-an output too. After Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv:1910.07467).
+an output too. Rows are rounded to the type of X, or to 8-bit floats with scales. After Zhang and Sennrich, Root Mean Square Layer
+Normalization (arXiv:1910.07467).
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -19,6 +20,7 @@ from tiledsched.kernels.rows import (
     load_rows,
     load_vector,
     over_tiles,
+    store_quantized,
     store_rows,
 )
 
@@ -66,6 +68,40 @@ def normalise_rows(row, X, R, W, Sum, Out, eps, weight, const):
         for j in range(column_tiles(const)):
             x = summed(X, R, None, row, j, const)
             store_rows(Out, row, j, x * scale * load_vector(W, j, const), const)
+
+
+def rms_norm_quantized(
+    X,
+    R,
+    W,
+    Given,
+    Out,
+    Sum,
+    Scale,
+    eps,
+    columns: Int,
+    residual: Bool,
+    static: Bool,
+    TILE_ROWS: Int,
+    TILE_COLUMNS: Int,
+    PERSISTENT: Bool,
+    LOADS: Int,
+):
+    """Out = normalised X, or X + R, over Scale `[rows]`, in 8-bit floats; and Sum = X + R."""
+    const = RowConstants(columns, TILE_ROWS, TILE_COLUMNS, True, PERSISTENT, LOADS)
+    arguments = (X, R if residual else None, W, Given if static else None, Out, Sum, Scale, eps, const)
+    over_tiles(quantize_rows, ct.cdiv(X.shape[0], TILE_ROWS), PERSISTENT, *arguments)
+
+
+def quantize_rows(row, X, R, W, Given, Out, Sum, Scale, eps, const):
+    """One tile of rows; `R` is None without a residual, and `Given` where each row has a scale of its own."""
+    tiles = tuple(summed(X, R, Sum, row, j, const) for j in ct.static_iter(range(column_tiles(const))))
+    squares = tiles[0] * tiles[0]
+    for j in ct.static_iter(range(1, column_tiles(const))):
+        squares = squares + tiles[j] * tiles[j]
+    scale = scale_of(squares, eps, const)
+    tiles = tuple(tiles[j] * scale * load_vector(W, j, const) for j in ct.static_iter(range(column_tiles(const))))
+    store_quantized(Out, Scale, Given, row, tiles, const)
 
 
 def scale_of(squares, eps, const):

@@ -19,7 +19,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
-from tiledsched.kernels.product_model import ProductCost, step_cycles
+from tiledsched.kernels.product_model import ProductCost, step_cycles, tile_columns
 from tiledsched.kernels.product_schedules import (
     MODELS,
     OVERLAP,
@@ -43,6 +43,8 @@ SUMMED_ALIKE = "offset"
 """The kind of test inputs whose products all have one sign."""
 CONVERTED_SPEEDUP = 0.5
 """Rate, as a share of that of 16-bit products, where warps convert 8-bit operands because the tile is too narrow for wgmma."""
+BLOCK = 128
+"""Elements of k, and columns of B, that share a scale where blocks have scales."""
 PROMOTED_K = 128
 """Elements of k after which sums of products are added to float32 ones: four wgmma instructions (QGMMA and FADD in the code)."""
 MOST_SUMS = 64 * 128
@@ -89,7 +91,7 @@ class ScaledMatmulCost(ProductCost):
             speedup=CONVERTED_SPEEDUP if converted else spec.fp8_speedup,
         )
         if groups_of_rows and not p.fast_accum:
-            sums = s.number("TILE_M") * s.number("TILE_N") / max(1, facts.num_ctas)
+            sums = s.number("TILE_M") * tile_columns(s) / max(1, facts.num_ctas)
             cycles += sums / spec.fp32_ops * s.number("TILE_K") / PROMOTED_K
             cycles *= SPILLED_SUMS if sums > MOST_SUMS * s.number("num_worker_warps") / WARPS_PER_GROUP else 1.0
         return cycles
@@ -99,7 +101,10 @@ class ScaledMatmulSimilarity(ProductSimilarity):
     """How products of 8-bit floats compare."""
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
-        """Octaves of the sizes and of C, four and six to one; and where products are summed."""
+        """Octaves of the sizes and of C, four and six to one; and where products are summed. None with scales of blocks, for
+        which others have programs of their own."""
+        if p.blocks:
+            return ()
         sizes = math.log2(p.m) / 4, math.log2(p.n) / 4, math.log2(p.k) / 4, math.log2(p.m * p.n) / 6
         return (*sizes, float(p.fast_accum), 0.3 * (p.scales == "row"))
 
@@ -107,6 +112,8 @@ class ScaledMatmulSimilarity(ProductSimilarity):
 class ScaledMatmul(Product, Kernel):
     """C `[m, n]` = (A `[m, k]` @ B `[k, n]`) * scales + bias, for 8-bit floats A, row-major, and B, column-major.
 
+    Each operand has one scale (`tensor`); or each row of A and each column of B (`row`); or 128 elements of a row of A, and
+    128 x 128 elements of B (`block`), as in DeepSeek-V3: then the sums of 128 products are scaled and added in float32.
     The conventions are those of `torch._scaled_mm`. With `fast_accum`, sums stay in the tensor cores, which on sm_90 keep fewer
     bits than float32; without, sums of 128 products are added in float32. Other archs make no difference.
     """
@@ -114,19 +121,15 @@ class ScaledMatmul(Product, Kernel):
     name = "scaled_matmul"
     dtype = ts.dtype("float8_e4m3fn", "float8_e5m2")
     out_dtype = ts.dtype("bfloat16", "float16", "float32")
-    scales = ts.choice("row", "tensor")
+    scales = ts.choice("row", "tensor", "block")
     fast_accum = ts.flag()
     bias = ts.flag()
-    derived = {
-        "scales_a": lambda p: p.m if p.scales == "row" else 1,
-        "scales_b": lambda p: p.n if p.scales == "row" else 1,
-        "large": lambda p: p.m * p.n >= 2048 * 2048,
-    }
+    derived = {"blocks": lambda p: p.scales == "block", "large": lambda p: p.m * p.n >= 2048 * 2048}
 
     A = ts.array("m k")
     B = ts.array("k n", layout="column")
-    ScaleA = ts.array("scales_a", dtype="float32")
-    ScaleB = ts.array("scales_b", dtype="float32")
+    ScaleA = ts.array(lambda p: scale_shapes(p)[0], dtype="float32")
+    ScaleB = ts.array(lambda p: scale_shapes(p)[1], dtype="float32")
     Bias = ts.array("n", dtype="out_dtype", when="bias")
     C = ts.out("m n", dtype="out_dtype")
     Partial = ts.workspace("SPLIT_K m n", aligned=True)
@@ -134,6 +137,7 @@ class ScaledMatmul(Product, Kernel):
     knobs = {
         "TILE_M": ts.knob((128, 64, 256, 16, 32), about="rows of a work tile", weight=1.0),
         "TILE_N": ts.knob((256, 128, 64), about="columns of a work tile", weight=1.0),
+        "REST_N": ts.knob((0, 64, 128, 32), about="columns of a second part of a work tile; 0 for none", weight=0.4),
         "TILE_K": ts.knob((128, 256, 64), about="columns of A that a step of the main loop takes", weight=0.4),
         "SWAP": ts.knob(
             (False, True), about="whether columns of B take the rows of the tensor core's tile", weight=1.0
@@ -150,11 +154,21 @@ class ScaledMatmul(Product, Kernel):
     requires = {
         "n % 16 == 0": "rows of C are stored 16 elements at a time, as torch._scaled_mm wants it, too; pad B with zeros",
         "k % 16 == 0": "rows of A and columns of B start at multiples of 16 bytes; pad both with zeros",
+        "not (blocks and fast_accum)": "products of 128 are scaled and added in float32; leave fast_accum out",
     }
     constraints = {
         "TILE_M * TILE_N <= 32768 * num_ctas": "two groups of warps hold 128 x 256 sums in registers, and no more",
         "TILE_M >= 64 * num_ctas or num_ctas == 1": "a cluster divides the rows of a tile",
         "num_ctas == 1 or shared_memory_bytes > 200000": "clusters share loads on the data-center archs since sm_90",
+        "REST_N == 0 or TILE_N in (REST_N, 2 * REST_N, 4 * REST_N)": "the second part divides the first",
+        "REST_N == 0 or (SPLIT_K == 1 and not SWAP)": "shares and exchanged operands are of one part",
+        "REST_N == 0 or fast_accum or TILE_K <= 128": "products of a step are summed before they are added in float32",
+        "not blocks or (TILE_K <= 128 and TILE_N + REST_N <= 128)": "a tile lies in one block of columns, and a step in one of k",
+        "not blocks or TILE_K < 128 or (TILE_M * TILE_N <= 2048 * num_worker_warps and TILE_M <= 16 * num_worker_warps)": (
+            "with fewer warps, the compiler (13.5 on sm_90) loads one step at a time"
+        ),
+        "not blocks or TILE_K < 128 or occupancy == 0 or TILE_M * TILE_N <= 2048": "two blocks on an SM load one step at a time",
+        "not blocks or LATENCY > 0": "without the hint, more products are under way than registers hold",
         "SPLIT_K == 1 or not PERSISTENT": "a split makes as many blocks as fit, or few more",
         "pdl == 0 or (compute_capability >= 90 and SPLIT_K > 1)": (
             "it is for the sum behind shares, and programmatic dependent launch begins with sm_90"
@@ -176,12 +190,16 @@ class ScaledMatmul(Product, Kernel):
         "m > 64 or TILE_M <= 64": "rows beyond the last are multiplied for nothing",
         "m > 128 or TILE_M <= 128": "rows beyond the last are multiplied for nothing",
         "SPLIT_K == 1 or (k >= 1024 and m * n * SPLIT_K <= 512 * TILE_M * TILE_N)": "enough work tiles without a split",
-        "TILE_K >= 128 or shared_memory_bytes <= 166912": "short steps are for little shared memory",
+        "blocks or TILE_K >= 128 or shared_memory_bytes <= 166912": "short steps are for little shared memory",
         "TILE_K <= 128 or TILE_M * TILE_N <= 16384": "long steps leave room for two of them, where tiles are large",
         "num_ctas == 1 or (TILE_M >= 128 and SPLIT_K == 1 and TILE_K == 128)": "clusters are for large work tiles",
         "GROUP_M == 8 or (m > 1024 and TILE_M * TILE_N >= 16384)": "the order is tried on large tiles",
         "occupancy == 0 or (TILE_M * TILE_N <= 16384 and num_worker_warps == 4)": "of larger tiles an SM holds one in any case",
         "LATENCY == 6 or TILE_M * TILE_N >= 16384": "without the hint large tiles are tried",
+        "REST_N in (0, 64)": "tiles of 192 columns are between those of one part",
+        "REST_N == 0 or (TILE_M == 128 and TILE_N == 128 and TILE_K == 128)": "two parts are for large tiles",
+        "REST_N == 0 or (GROUP_M == 8 and LATENCY == 6 and num_worker_warps == 8)": "two parts are tried once",
+        "REST_N == 0 or compute_capability == 90": "two parts are for wgmma, which has few registers beside its sums",
         "pdl == 0": "only the fastest schedules are raced with overlapping launches",
     }
     suites = SUITES
@@ -193,33 +211,48 @@ class ScaledMatmul(Product, Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Whether rows have scales, and the tiles of the last sum."""
-        return {"ROW_SCALES": p.scales == "row", **combine_constants(p)}
+        return {
+            "ROW_SCALES": p.scales == "row",
+            "BLOCK_SCALES": p.blocks,
+            "WHOLE": p.k % BLOCK == 0,
+            **combine_constants(p),
+        }
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Launch]:
         """The product, with a sum behind it where blocks share the walk over k."""
         from tiledsched.kernels.scaled_matmul import tiles
 
-        return product_launches(p, s, device, tiles.scaled_matmul, tiles.scaled_matmul_partial, tiles.combine_scaled)
+        partial = tiles.scaled_blocks_partial if p.blocks else tiles.scaled_matmul_partial
+        return product_launches(p, s, device, tiles.scaled_matmul, partial, tiles.combine_scaled)
 
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
         """Scales that differ by up to a thousand from one row to the next."""
         found = {}
-        for name, count in (("ScaleA", p.scales_a), ("ScaleB", p.scales_b)):
-            found[name] = 10.0 ** (SCALE_DECADES * (2.0 * rng.random(count, dtype=numpy.float32) - 1.0))
+        for name, shape in zip(("ScaleA", "ScaleB"), scale_shapes(p), strict=True):
+            found[name] = 10.0 ** (SCALE_DECADES * (2.0 * rng.random(shape, dtype=numpy.float32) - 1.0))
         return found
 
     @staticmethod
     def reference(xp: Any, A: Any, B: Any, ScaleA: Any, ScaleB: Any, Bias: Any) -> Any:
         """The scaled product."""
-        product = (A @ B) * ScaleA[:, None] * ScaleB[None, :]
+        if ScaleA.ndim == 1:
+            product = (A @ B) * ScaleA[:, None] * ScaleB[None, :]
+        else:
+            product = sum(
+                (A[:, begin : begin + BLOCK] @ B[begin : begin + BLOCK])
+                * ScaleA[step][:, None]
+                * xp.repeat(ScaleB[:, step], BLOCK)[None, : B.shape[1]]
+                for step, begin in enumerate(range(0, A.shape[1], BLOCK))
+            )
         return product if Bias is None else product + Bias
 
     @staticmethod
     def reduction_order(p: Problem, s: Schedule) -> tuple[Any, ...]:
         """The shares of k, the instruction, and without `fast_accum` the steps after which sums move to float32."""
-        return share_bounds(p.k, s), instruction(s), s["SWAP"], 0 if p.fast_accum else s["TILE_K"]
+        steps = s.replace(TILE_K=BLOCK) if p.blocks else s
+        return share_bounds(p.k, steps), instruction(s), s["SWAP"], 0 if p.fast_accum else steps["TILE_K"]
 
     @staticmethod
     def tolerance(p: Problem, s: Schedule) -> Tolerance:
@@ -245,5 +278,15 @@ class ScaledMatmul(Product, Kernel):
             {"m": 1, "n": 16, "k": 16, "out_dtype": "float16"},
             {"m": 70, "n": 272, "k": 160, "scales": "tensor", "bias": True, "out_dtype": "float32"},
             {"m": 33, "n": 128, "k": 144, "scales": "tensor", "dtype": "float8_e5m2", "fast_accum": True},
+            {"m": 70, "n": 272, "k": 304, "scales": "block", "bias": True},
+            {"m": 2, "n": 16, "k": 16, "scales": "block", "out_dtype": "float32"},
         ]
         return [ScaledMatmul.problem(**values) for values in made]
+
+
+def scale_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the scales of A and of B. Those of blocks lie with the rows of A, and with k of B, next to each other."""
+    if p.scales == "block":
+        steps = -(-p.k // BLOCK)
+        return (steps, p.m), (-(-p.n // BLOCK), steps)
+    return ((p.m,), (p.n,)) if p.scales == "row" else ((1,), (1,))

@@ -1,0 +1,323 @@
+"""Decoding over keys and values in 8 bits against 16 bits: `python -m docs.studies.eight_bit_keys times --csv FILE`.
+
+Needs a GPU, and the compiler. A cell is a batch of sequences of 8192 keys of 128 columns, 8 key heads, and 32 or 64 query heads,
+each with one row, whose keys lie one after the other or in pages. All programs of a cell take turns in one paced run: ours in 8
+bits with a scale for each head, ours in 16 bits (bfloat16), and torch's own backends in 16 bits where they compute the cell. Each
+is captured in a CUDA graph, behind a flush of the L2 cache, and queued ahead of the GPU. The programs are built first, all at
+once. `errors` needs no GPU: the errors that 8 bits make, in the interpreter (docs/serving.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from docs.studies.batch_invariance import FLUSHED_BYTES, write
+from docs.studies.flags import flag, integers, names, parser_with, positive
+from tiledsched.core.errors import TiledschedError
+from tiledsched.core.problem import Problem
+from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
+from tiledsched.kernels.attention import Attention
+
+KEYS, WIDTH, KV_HEADS = 8192, 128, 8
+BATCHES, HEADS, PAGES = (16, 64, 1, 128, 4), (32, 64), (0, 16)
+ROUNDS = 25
+LARGEST = 448.0
+"""The largest number in 8 bits."""
+SHARES = {1: (32, 64), 4: (8, 16), 16: (1, 2), 64: (1,), 128: (1,)}
+"""Batch -> shares of the keys that are tried."""
+
+
+def problems(batch: int, heads: int, page: int) -> tuple[Problem, Problem]:
+    """The problem of a cell in 8 and in 16 bits."""
+    sizes = {"batch": batch, "heads": heads, "kv_heads": KV_HEADS, "seq_q": 1, "seq_k": KEYS, "head_dim": WIDTH}
+    places = {"page": page, "lengths": True} if page else {}
+    of = [Attention.problem(**sizes, **places, dtype="bfloat16", kv8=kv8) for kv8 in ("head", "")]
+    return of[0], of[1]
+
+
+def tried(problem: Problem, arch: str, served: Schedule, few: bool) -> list[Schedule]:
+    """What is served, and schedules that may be faster; with `few`, of two sizes of tiles."""
+    space, found = space_for(arch, Attention), [served]
+    tiles = ((16, 128, 2), (16, 64, 3), (16, 128, 3)) if problem.kv8 else ((64, 64, 1), (64, 128, 2))
+    tiles = tiles[:2] if few else tiles
+    shares = SHARES.get(problem.batch, (1,))
+    for (rows, keys, blocks), share, ahead in itertools.product(tiles, shares, (False, True)):
+        plain = problem.kv8 and not problem.page and share == 1
+        if (ahead or (keys, blocks) == (128, 3)) and not plain:
+            continue
+        changed = space.default(problem).replace(
+            tile_m=rows,
+            tile_n=keys,
+            occupancy=blocks,
+            pack_gqa=True,
+            num_worker_warps=4,
+            kv_splits=share,
+            kv_combine="launch" if share > 1 else "last_block",
+            page_lookup="scalar" if 0 < problem.page < keys else "gather",
+            loop_split=bool(problem.page),
+            qk_ahead=ahead,
+        )
+        found.append(changed)
+    return list(dict.fromkeys(found))
+
+
+def build(of: Sequence[tuple[Problem, Schedule]], device: Any, most_s: float) -> set[tuple[Problem, Schedule]]:
+    """Have every program on disk where launches look for it, compiled in all processes at once; those that are there in time."""
+    from tiledsched.build.compiler import BuildTask
+    from tiledsched.build.cubin import parts_with_host_code
+    from tiledsched.build.pool import BuildPool
+    from tiledsched.build.store import StoredProgram, write_program
+    from tiledsched.core.launches import symbol
+    from tiledsched.serve import process
+    from tiledsched.serve.prebuilt import make_kernel
+
+    ends, tasks, paths_of = time.monotonic() + most_s, dict[Any, BuildTask](), dict[Any, Any]()
+    for pair in of:
+        objects = make_kernel(Attention, pair[1], pair[0], process.settings(), device)
+        paths = paths_of[pair] = tuple(each.declared()[1] for each in objects)
+        if None not in paths and not all(path.is_file() for path in paths):
+            tasks[paths] = BuildTask(kernel="attention", schedule=pair[1], problem=pair[0], arch=device.arch)
+    pool, places = BuildPool(), {task: paths for paths, task in tasks.items()}
+    for built in pool.build(tasks.values()) if tasks else ():
+        if built.artifact is None:
+            print(f"{built.task.problem}: {built.task.schedule.short()} {built.failure}", file=sys.stderr)
+        else:
+            for path, cubin in zip(places[built.task], parts_with_host_code(built.artifact.cubin), strict=True):
+                write_program(path, StoredProgram(cubin=cubin, symbol=symbol(Attention)))
+        if time.monotonic() > ends:
+            print("no time left to build the rest", file=sys.stderr)
+            break
+    pool.close()
+    return {pair for pair, paths in paths_of.items() if None not in paths and all(path.is_file() for path in paths)}
+
+
+def calls_of(batch: int, heads: int, page: int, device: str = "cuda") -> tuple[Any, Any]:
+    """The calls of a cell, in 8 and in 16 bits, over the same keys and values but for their rounding."""
+    import torch
+
+    from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+    from tiledsched.ops.plans import AttentionCall
+
+    make = torch.Generator(device=device).manual_seed(batch * heads)
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    q = torch.randn(batch, heads, 1, WIDTH, generator=make, **kind)
+    shape = (batch * KEYS // page, page, KV_HEADS, WIDTH) if page else (batch, KV_HEADS, KEYS, WIDTH)
+    k, v = (torch.randn(shape, generator=make, **kind) for _ in range(2))
+    k, v = (each.transpose(1, 2) if page else each for each in (k, v))
+    scale = torch.full((KV_HEADS,), 6.0 / LARGEST, device=device)
+    k8, v8 = ((each / scale[0].item()).to(torch.float8_e4m3fn) for each in (k, v))
+    places = {}
+    if page:
+        table = torch.randperm(batch * KEYS // page, generator=make, device=device).to(torch.int32)
+        lengths = torch.full((batch,), KEYS, dtype=torch.int32, device=device)
+        places = {"block_table": table.view(batch, -1), "key_lengths": lengths}
+    wide = AttentionFeatures(**places) if page else NO_FEATURES
+    eight = AttentionFeatures(**places, k_scale=scale, v_scale=scale)
+    return AttentionCall(q, k8, v8, None, None, False, eight), AttentionCall(q, k, v, None, None, False, wide)
+
+
+def torch_calls(call: Any) -> dict[str, Callable[[], Any]]:
+    """torch's attention in 16 bits by the backends that take few rows."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def by(backend: Any) -> Callable[[], Any]:
+        def attend() -> Any:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(call.q, call.k, call.v, enable_gqa=True)
+
+        return attend
+
+    return {"cudnn": by(SDPBackend.CUDNN_ATTENTION), "flash": by(SDPBackend.FLASH_ATTENTION)}
+
+
+def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Each call's median time in microseconds; calls that fail or cannot be captured are left out."""
+    import torch
+
+    from tiledsched.measure.torch_timing import TorchStopwatch
+
+    flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    watch, taken = TorchStopwatch(torch, list(calls.values()), flush), defaultdict[int, list[float]](list)
+    captured = [index for index in range(len(calls)) if watch.capture(index, 1)]
+    for turn in range(rounds):
+        for index in captured[:: 1 if turn % 2 else -1]:
+            taken[index].append(watch.read(watch.queue(index, paced=True)))
+    return {name: statistics.median(taken[index]) for index, name in enumerate(calls) if index in taken}
+
+
+def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s: float) -> Iterator[dict[str, Any]]:
+    """A row for each cell: the fastest program in 8 and in 16 bits, what is served, and torch. Prints each program's time."""
+    import torch
+
+    from tiledsched.serve import process
+
+    began, device = time.monotonic(), process.device_facts(0)
+    table = process.table(Attention)
+    of: dict[tuple[int, int, int], list[tuple[Any, list[Schedule]]]] = {}
+    for cell in cells:
+        of[cell] = []
+        for problem in problems(*cell):
+            served = table.resolve(problem, device.arch, device.name)
+            of[cell].append((served, tried(problem, device.arch, served.schedule, few)))
+    pairs = [
+        (problem, schedule)
+        for cell in cells
+        for problem, (_, schedules) in zip(problems(*cell), of[cell], strict=True)
+        for schedule in schedules
+    ]
+    ready = build(pairs, device, 0.6 * most_s)
+    print(f"{len(ready)} of {len(set(pairs))} built, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    for cell in cells:
+        if time.monotonic() - began > most_s:
+            print(f"no time left for {cell} and what follows", file=sys.stderr)
+            return
+        calls: dict[str, Callable[[], Any]] = {}
+        made, right = dict(zip(("8", "16"), calls_of(*cell), strict=True)), {}
+        for (bits, call), (served, schedules) in zip(made.items(), of[cell], strict=True):
+            for place, schedule in enumerate(schedules):
+                name = f"{bits}:{place}"
+                if (call.problem(), schedule) not in ready:
+                    continue
+                try:
+                    plan = call.make_plan(replace(served, schedule=schedule, rivals=(), alternatives=()))
+                    right[name] = call.launch(plan, first=True).float()
+                except TiledschedError as error:
+                    print(f"{cell} {schedule.short()}: {error}", file=sys.stderr)
+                    continue
+                calls[name] = partial(call.launch, plan, keep_zeros=True)
+        calls |= torch_calls(made["16"]) if not cell[2] else {}
+        if not all(any(name.startswith(bits) for name in right) for bits in made):
+            print(f"{cell}: not built", file=sys.stderr)
+            continue
+        us = medians(calls, rounds)
+        best = {bits: min((n for n in us if n.startswith(f"{bits}:")), key=us.__getitem__) for bits in made}
+        base = right[best["16"]]
+        for bits, (_, schedules) in zip(made, of[cell], strict=True):
+            for place, schedule in enumerate(schedules):
+                name = f"{bits}:{place}"
+                if name in us:
+                    apart = float((right[name] - base).norm() / base.norm())
+                    print(f"{cell} {name} {us[name]:.1f} us {apart:.1e} {schedule.short()}", flush=True)
+        row: dict[str, Any] = {"batch": cell[0], "heads": cell[1], "page": cell[2]}
+        row |= {f"best_{bits}_us": round(us[best[bits]], 2) for bits in made}
+        row |= {f"served_{bits}_us": round(us.get(f"{bits}:0", math.nan), 2) for bits in made}
+        row |= {each: round(us[each], 2) if each in us else "" for each in ("cudnn", "flash")}
+        row["gain"] = round(us[best["16"]] / us[best["8"]], 3)
+        row["served_gain"] = round(us.get("16:0", math.nan) / us.get("8:0", math.nan), 3)
+        row |= {f"best_{bits}": of[cell][n][1][int(best[bits].split(":")[1])].short() for n, bits in enumerate(made)}
+        yield row
+        del calls, made, right, us
+        torch.cuda.empty_cache()
+
+
+SPREADS = {"alike": 1.0, "heads 1000 to 1": 1e3, "heads 100000 to 1": 1e5}
+"""Inputs -> how much larger the numbers of the first key head are than those of the last."""
+
+
+def errors() -> Iterator[dict[str, Any]]:
+    """A row for each kind of inputs: relative errors of rows that decode over 512 normal keys of 128 columns, by the
+    kernels in the interpreter against float64 over keys that nothing rounded; the worst of the heads.
+
+    `of 16 bits` is of bfloat16 keys, `of tensor` and so on of keys in 8 bits with such scales, and `of the kernel` of the latter
+    against float64 over the same keys in 8 bits.
+    """
+    import ml_dtypes
+    import numpy
+
+    from tiledsched.interpreter import run_schedule
+    from tiledsched.kernels.attention.inputs import in_eight_bits, in_pages
+    from tiledsched.kernels.attention.reference import attention_and_lse, scaled_numbers
+
+    rng, bfloat16 = numpy.random.default_rng(0), numpy.dtype(ml_dtypes.bfloat16)
+    make = {"seq_q": 1, "seq_k": 512, "head_dim": WIDTH, "heads": 16, "kv_heads": 4, "batch": 2, "dtype": "bfloat16"}
+    pages = {"page": 16, "lengths": True}
+    places = {
+        "Table": rng.permutation(64).reshape(2, 32).astype(numpy.int32),
+        "Lengths": numpy.full(2, 512, numpy.int32),
+    }
+    q = rng.standard_normal((2, 16, 1, WIDTH)).astype(bfloat16)
+    for name, ratio in SPREADS.items():
+        sizes = numpy.geomspace(1.0, 1.0 / ratio, 4)[:, None, None]
+        k = rng.standard_normal((2, 4, 512, WIDTH)) * (1.0 if ratio == 1.0 else sizes)
+        v = rng.standard_normal((2, 4, 512, WIDTH)) * sizes
+        q_of = q if ratio == 1.0 else (q / numpy.repeat(sizes, 4, axis=0)).astype(bfloat16)
+
+        def exact(p: Problem, keys: Any, values: Any, queries: Any = q_of) -> Any:
+            paged: dict[str, Any] = {"table": places["Table"], "lengths": places["Lengths"]} if p.page else {}
+            mask: dict[str, Any] = {"causal": False, "scale": WIDTH**-0.5}
+            return attention_and_lse(numpy, queries.astype("float64"), keys, values, **mask, **paged)[0]
+
+        def error(found: Any, wanted: Any) -> float:
+            apart = numpy.linalg.norm(found.astype("float64") - wanted, axis=(2, 3))
+            return float((apart / numpy.linalg.norm(wanted, axis=(2, 3))).max())
+
+        row: dict[str, Any] = {"inputs": name}
+        for kv8 in ("", "tensor", "head", "page"):
+            p = Attention.problem(**make, kv8=kv8, **(pages if kv8 == "page" else {}))
+            own = [in_pages(numpy, each, places["Table"], 16) if p.page else each for each in (k, v)]
+            given = {"Q": q_of} | (places if p.page else {})
+            if kv8:
+                (words, k_scale), (more, v_scale) = (in_eight_bits(numpy, each, p) for each in own)
+                given |= {"K": words, "V": more, "KScale": k_scale, "VScale": v_scale}
+            else:
+                given |= dict(zip("KV", (each.astype(bfloat16) for each in own), strict=True))
+            changed = space_for("sm_90", Attention).default(p).replace(tile_m=16, pack_gqa=True)
+            found = run_schedule(Attention, p, changed, given)["Out"]
+            row[f"of {kv8 or '16 bits'}"] = f"{error(found, exact(p, *own)):.1e}"
+            if kv8:
+                narrow = [scaled_numbers(numpy, given[n], given[f"{n}Scale"], p, "float64") for n in "KV"]
+                row["of the kernel"] = f"{error(found, exact(p, *narrow)):.1e}"
+        yield row
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a part of the study."""
+    parser = parser_with(
+        flag("part", choices=("times", "errors"), help="what is asked"),
+        flag("--batches", type=integers, default=list(BATCHES), help="sequences that decode together"),
+        flag("--heads", type=integers, default=list(HEADS), help="query heads"),
+        flag("--pages", type=names, default=[str(each) for each in PAGES], help="keys of a page; 0 for none"),
+        flag("--few", action="store_true", help="fewer schedules"),
+        flag("--rounds", type=positive, default=ROUNDS, help="of all programs of a cell"),
+        flag("--most-seconds", type=positive, default=600, help="after which no cell is begun"),
+        flag("--csv", default="", help="the file of the rows"),
+        prog="python -m docs.studies.eight_bit_keys",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options = parser.parse_args(arguments)
+    if options.part == "errors":
+        for row in errors():
+            print(" ".join(f"{name}={value}" for name, value in row.items()))
+        return 0
+    cells = [
+        (batch, heads, page)
+        for page, heads, batch in itertools.product(map(int, options.pages), options.heads, options.batches)
+    ]
+    rows = []
+    for row in times(cells, options.few, options.rounds, options.most_seconds):
+        rows.append(row)
+        print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+        if options.csv:
+            write(options.csv, rows)
+    gains = [row["gain"] for row in rows]
+    if gains:
+        mean = math.exp(statistics.mean(map(math.log, gains)))
+        print(f"8 bits over 16 bits: {mean:.3f} in {len(gains)} cells, least {min(gains):.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Keys and values in 8 bits: the kernels in the interpreter against float64, faults that the same cases notice, and the front."""
+
+from __future__ import annotations
+
+import pytest
+from kernel_checks import SPACES, schedule_for
+from test_kernel_mutations import mutated
+
+from tiledsched.checking.interpreted import check_schedule
+from tiledsched.core.errors import ProblemError
+from tiledsched.kernels.attention import Attention
+
+DECODING = Attention.problem(
+    seq_q=1, seq_k=100, head_dim=64, heads=8, kv_heads=4, dtype="bfloat16", kv8="head", lse=True
+)
+ROWS = DECODING.replace(seq_q=20, seq_k=90, causal=True, alignment="bottom_right")
+PAGED = DECODING.replace(seq_k=192, batch=3, lengths=True, page=16, kv8="page")
+PACKED = {"tile_m": 16, "tile_n": 32, "pack_gqa": True}
+SPLIT = {**PACKED, "kv_splits": 2, "kv_combine": "launch"}
+CASES = {
+    "one key": (DECODING.replace(seq_k=1), PACKED),
+    "a tile and one more": (DECODING.replace(seq_k=33, kv8="tensor", dtype="float16"), PACKED),
+    "shares": (DECODING, SPLIT),
+    "shares counted": (DECODING, {**PACKED, "kv_splits": 2, "tma_loads": False}),
+    "shares in order": (DECODING, {**PACKED, "kv_splits": 2, "kv_combine": "in_order"}),
+    "two tiles a step": (DECODING.replace(kv8="tensor"), {**PACKED, "kv_subtiles": 2}),
+    "wide heads": (DECODING.replace(head_dim=128, value_dim=96), PACKED),
+    "narrow heads": (DECODING.replace(head_dim=32), PACKED),
+    "rows": (ROWS.replace(window=30, sinks=True), {"tile_m": 64, "tile_n": 32, "q_subtiles": 2}),
+    "late stores": (
+        ROWS.replace(softcap=True),
+        {"tile_m": 64, "tile_n": 32, "persistent": "strided", "store_late": True},
+    ),
+    "padding": (ROWS.replace(batch=3, starts=True, lengths=True, kv8="tensor"), {"tile_m": 64, "tile_n": 32}),
+    "pages of a head": (PAGED.replace(kv8="head"), SPLIT),
+    "pages in a tile": (PAGED, {**PACKED, "page_lookup": "scalar"}),
+    "a tile in a page": (PAGED.replace(page=64, softcap=True), SPLIT),
+    "two tiles of pages": (PAGED.replace(dtype="float16"), {**PACKED, "kv_subtiles": 2}),
+    "a window of pages": (PAGED.replace(causal=True, alignment="bottom_right", window=40), PACKED),
+    "packed sequences": (ROWS.replace(seq_q=60, packed=4), {"tile_m": 16, "tile_n": 32}),
+    "packed rows over pages": (PAGED.replace(seq_q=40, batch=1, packed=3), {"tile_m": 64, "tile_n": 32}),
+}
+
+
+def is_right(problem, knobs, kernel=Attention):
+    schedule = schedule_for(problem, forced=True, **knobs)
+    return check_schedule(kernel, problem, schedule, kinds=())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_float64(case):
+    passed, worst, message = is_right(*CASES[case])
+    assert passed, message
+    assert 0.0 < worst < 1.0
+
+
+FAULTS = {
+    "no scale of values": ("found * scales.values", "found", "shares"),
+    "no scale of keys": ("factor * scales.keys", "factor", "shares"),
+    "the scale of the first head": ("kv_head if const.KV8 == PER_HEAD else 0", "0", "shares"),
+    "the scale of each head as one": ("kv_head if const.KV8 == PER_HEAD else 0", "kv_head", "two tiles a step"),
+    "queries not brought back": ("factor = ct.exp2(power)", "factor = 1.0", "shares"),
+    "planes of one byte": ("words >> (8 * place)", "words >> 8", "shares"),
+    "the first half of each word": ("words >> (16 * place)", "words", "wide heads"),
+    "queries of one plane": ("ct.extract(q, (0, 0, place, 0)", "ct.extract(q, (0, 0, 0, 0)", "wide heads"),
+    "columns exchanged": ("(columns[0], columns[1])", "(columns[1], columns[0])", "wide heads"),
+    "no scale of pages of keys": (
+        "scores * scales_of_pages(keys.eight.keys, keys, j, const)",
+        "scores",
+        "a tile in a page",
+    ),
+    "scales of keys for values": (
+        "scales_of_pages(keys.eight.values",
+        "scales_of_pages(keys.eight.keys",
+        "pages in a tile",
+    ),
+    "pages not told apart": ("each / largest", "each / each", "pages in a tile"),
+    "the largest scale left out": ("added[n] * largest", "added[n]", "a tile in a page"),
+    "scales of the first tile": ("p[t] * factors[t]", "p[t] * factors[0]", "two tiles of pages"),
+    "every page's scale for each key": (
+        "ct.broadcast_to(found.reshape((shape[0], 1)), shape)",
+        "ct.broadcast_to(found.reshape((1, shape[0])), (shape[1], shape[0]))",
+        "pages in a tile",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(fault):
+    old, new, case = FAULTS[fault]
+    assert not is_right(*CASES[case], kernel=mutated(old, new))[0]
+
+
+def test_what_is_refused():
+    make = {"seq_q": 1, "seq_k": 64, "head_dim": 64}
+    with pytest.raises(ProblemError, match="needs keys in pages"):
+        Attention.problem(**make, kv8="page")
+    with pytest.raises(ProblemError, match="multiple of 4"):
+        Attention.problem(**{**make, "head_dim": 65}, kv8="head")
+    with pytest.raises(ProblemError, match="kv8 must be one of"):
+        Attention.problem(**make, kv8="row")
+
+
+def test_other_problems_are_as_before():
+    plain = Attention.problem(seq_q=1, seq_k=64, head_dim=64)
+    assert "kv8" not in plain.to_json()
+    assert plain.replace(kv8="head").id != plain.id
+    assert not SPACES["sm_90"].violations(SPACES["sm_90"].default(plain), plain)
+
+
+def test_half_the_bytes():
+    wide = DECODING.replace(kv8="", seq_k=8192, head_dim=128, batch=16)
+    assert wide.replace(kv8="head").min_bytes < 0.51 * wide.min_bytes
