@@ -34,6 +34,8 @@ WRONG = FailureKind.WRONG_RESULT
 PASSING = (FailureKind.COMPILER_KILLED, FailureKind.GPU_LOST, FailureKind.WORKER_KILLED)
 """Failures that say nothing of the program, so that it is tried again."""
 
+STORED = f"WHERE r.kernel = :kernel ORDER BY CASE WHEN CAST(r.dims AS TEXT) LIKE '%{GRIDS}%' THEN 0 ELSE 1 END, r.id"
+"""First the problems that say which grids they are of: of imported ones nothing else tells it."""
 BUILT_BY = "JOIN toolchains t ON t.id = r.toolchain_id WHERE t.tileiras = :compiler"
 ON_DEVICE = "JOIN devices d ON d.id = r.device_id"
 MEASURED = f"""
@@ -160,7 +162,7 @@ class AnswerStore:
 
     def _read_rows(self, url: str | None) -> Answers:
         with reading(url) as rows:
-            stored = rows.read("problems", self._words, "WHERE r.kernel = :kernel ORDER BY r.id")
+            stored = rows.read("problems", self._words, STORED)
             other_grids = False
             for problem in self._of_this_call(rows.make("problems", stored, _values_of)):
                 found = self._read_problem(rows, problem)
