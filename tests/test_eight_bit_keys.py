@@ -97,7 +97,7 @@ def test_what_is_refused():
         Attention.problem(**make, kv8="page")
     with pytest.raises(ProblemError, match="multiple of 4"):
         Attention.problem(**{**make, "head_dim": 65}, kv8="head")
-    with pytest.raises(ProblemError, match="kv8 must be one of .., tensor"):
+    with pytest.raises(ProblemError, match=r"kv8 must be one of .., tensor"):
         Attention.problem(**make, kv8="row")
 
 
