@@ -373,7 +373,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
         ProblemError: one of them is asked for.
     """
     for refused in ("softcap", "window", "window_right", "starts", "packed", "page", "kv8"):
-        if values[refused]:
+        if values.get(refused):
             raise ProblemError(f"{refused} is not combined with score_mod and mask_mod; say it in one of them")
     return problem.canonical(values)
 
