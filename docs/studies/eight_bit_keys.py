@@ -116,7 +116,7 @@ def calls_of(batch: int, heads: int, page: int, device: str = "cuda") -> tuple[A
     k, v = (torch.randn(shape, generator=make, **kind) for _ in range(2))
     k, v = (each.transpose(1, 2) if page else each for each in (k, v))
     scale = torch.full((KV_HEADS,), 6.0 / LARGEST, device=device)
-    k8, v8 = ((each / scale[0].item()).to(torch.float8_e4m3fn) for each in (k, v))
+    k8, v8 = ((each / scale[0].item()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn) for each in (k, v))
     places = {}
     if page:
         table = torch.randperm(batch * KEYS // page, generator=make, device=device).to(torch.int32)
