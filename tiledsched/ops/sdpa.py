@@ -63,8 +63,8 @@ def sdpa(
         k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device, or, with scales, of float8_e4m3fn; heads a multiple of
             kv_heads.
         v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
-        attn_mask: a mask tensor (left to torch, unless the setting `masks` is `own`, or it is `[batch or 1, 1, 1, seq_k]` and
-            hides padding at the ends only, which is read from the GPU in each call; key_starts and key_lengths say it without a
+        attn_mask: a mask tensor (by our kernel or by torch, as the setting `masks` says; one that is `[batch or 1, 1, 1, seq_k]`
+            and hides padding at the ends only is read from the GPU in each call; key_starts and key_lengths say it without a
             wait), `torch.nn.attention.bias.CausalBias`, or True or False for `causal`.
         dropout_p: probability of dropout. Other than 0 it is left to torch, unless the setting `masks` is `own`; then what is
             dropped follows from two numbers that each call draws from torch's generator.
