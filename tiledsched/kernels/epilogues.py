@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy
@@ -215,13 +215,13 @@ def combined(activated: Callable[[Any], Any], sums: Any, gate: Any, bias: Any, r
 def read_call(
     input: Any,
     other: Any,
+    epilogue: Any,
+    arrays: Sequence[Any],
     bias: Any,
     activation: str | None,
     gate: Any,
     residual: Any,
     out_scale: Any,
-    epilogue: Any,
-    arrays: tuple[Any, ...],
 ) -> tuple[dict[str, Any], Any, list[Any]]:
     """The fields of a call's problems, its second operand, and the tensors that its operator takes behind the operands.
 

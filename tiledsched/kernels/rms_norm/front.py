@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, operator, read_scale, returned_scale, takes_tensors
+from tiledsched.ops.front import GRADIENTS, call_quantized, check_shape, flat_rows, operator, takes_tensors
 
 
 @takes_tensors
@@ -32,23 +32,17 @@ def rms_norm(
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
     rows = flat_rows(input)
-    if quantize is not None:
-        return _quantized(input, rows, weight, eps, residual, quantize)
-    if residual is None:
-        return operator("rms_norm")(rows, weight, eps=eps).reshape(input.shape)
-    check_shape("residual", residual, "input", input.shape)
-    out, total = operator("rms_norm", residual=True)(rows, residual.reshape(rows.shape), weight, eps=eps)
-    return out.reshape(input.shape), total.reshape(input.shape)
-
-
-def _quantized(input: Tensor, rows: Tensor, weight: Tensor, eps: float, residual: Any, quantize: Any) -> Any:
-    given, arrays = read_scale(quantize), [rows, weight]
+    added = []
     if residual is not None:
         check_shape("residual", residual, "input", input.shape)
-        arrays.insert(1, residual.reshape(rows.shape))
-    call = operator("rms_norm_quantized", residual=residual is not None, static=given is not None)
-    *made, scale = call(*arrays, *([] if given is None else [given]), eps=eps)
-    return (*(each.reshape(input.shape) for each in made), returned_scale(scale, quantize, input))
+        added = [residual.reshape(rows.shape)]
+    if quantize is not None:
+        pinned = {"residual": residual is not None}
+        return call_quantized("rms_norm_quantized", [rows, *added, weight], quantize, input, pinned, eps=eps)
+    if residual is None:
+        return operator("rms_norm")(rows, weight, eps=eps).reshape(input.shape)
+    out, total = operator("rms_norm", residual=True)(rows, *added, weight, eps=eps)
+    return out.reshape(input.shape), total.reshape(input.shape)
 
 
 def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:
