@@ -92,6 +92,11 @@ class Epilogue:
     Residual = ts.array("m n", when="residual")
     Scale = ts.array("1", dtype="float32", when="quantised")
 
+    @staticmethod
+    def flops(p: Any) -> float:
+        """Those of the products."""
+        return float(plain(p).flops)
+
     epilogue: ClassVar[Callable[..., Any] | None] = None
     """An author's own function in the place of the activation."""
     own_arrays: ClassVar[tuple[str, ...]] = ()
@@ -166,7 +171,7 @@ def unit_inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
     }
 
 
-def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Scale: Any, **own: Any) -> Any:
+def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Scale: Any, own: Mapping[str, Any]) -> Any:
     """The result of sums `[rows, columns]` in their own precision, by NumPy or CuPy.
 
     Args:
@@ -174,11 +179,11 @@ def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Sca
         p: the problem.
         sums, gate: the products of A and B, and of A and Gate, or None.
         Bias, Residual, Scale: arrays of the problem that broadcast to the sums, or None.
-        own: the arrays of an author's own epilogue, by name.
+        own: arrays by name, those of an author's own epilogue among them.
     """
-    activated: Callable[[Any], Any] = lambda x: ACTIVATIONS[p.activation].exact(xp, x)  # noqa: E731
+    activated = functools.partial(ACTIVATIONS[p.activation].exact, xp)
     if p.declaration.epilogue is not None:
-        activated = lambda x: p.declaration.apply_own(xp, x, own)  # noqa: E731
+        activated = functools.partial(p.declaration.apply_own, xp, arrays=own)
     sums = combined(activated, sums, gate, Bias, Residual)
     return sums if Scale is None else xp.clip(sums / Scale, -LARGEST_E4M3, LARGEST_E4M3)
 
