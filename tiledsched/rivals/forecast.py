@@ -242,13 +242,12 @@ def timed_problems(
     else:
         host_us = _hosts_us(raced)
     for entry in raced:
-        p, timed = entry.problem, [each for each in entry.rivals or () if each.median_us and each.name in host_us]
+        timed = [each for each in entry.rivals or () if each.median_us and each.name in host_us]
         times = {each.name: each.median_us or 0.0 for each in timed}
-        if timed and rows:
-            found.append(TimedProblem.of(p, times, spec, modelled_us(p)))
-        elif timed:
-            times[OURS], ours_us = timed[0].ours_us or 0.0, modelled_us(p, entry.schedule)
-            found.append(TimedProblem.of(p, times, spec, ours_us, ours_us))
+        if timed:
+            ours = {} if rows else {OURS: timed[0].ours_us or 0.0}
+            ours_us = modelled_us(entry.problem, *([] if rows else [entry.schedule]))
+            found.append(TimedProblem.of(entry.problem, times | ours, spec, ours_us, None if rows else ours_us))
     found = [each for each in found if each.problem != left_out]
     if not rows and len(found) < FEWEST:
         return None

@@ -547,7 +547,7 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
     rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
-    values = {"b": 0, "h": 0} | dict.fromkeys(("score", "acc"), numpy.zeros((4, 4), numpy.float32))
+    values: dict[str, Any] = {"b": 0, "h": 0} | dict.fromkeys(("score", "acc"), numpy.zeros((4, 4), numpy.float32))
     values |= {"q_idx": rows, "kv_idx": keys, "row": rows, "column": keys}
     for what, function in functions.items():
         given = [values[each] for each in PARAMETERS[what]]

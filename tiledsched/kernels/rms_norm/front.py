@@ -45,9 +45,7 @@ def rms_norm(
     return out.reshape(input.shape), total.reshape(input.shape)
 
 
-def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:
-    """Give the operator its gradient. With a residual the sum is what is normalised, and both its terms have one gradient."""
-    made.register_autograd(operator("rms_norm_backward"), names={"X": "Sum", "dR": "dX"} if pinned else None)
-
-
-GRADIENTS["rms_norm"] = _add_gradient
+# With a residual the sum is what is normalised, and both its terms have one gradient.
+GRADIENTS["rms_norm"] = lambda made, pinned: made.register_autograd(
+    operator("rms_norm_backward"), names={"X": "Sum", "dR": "dX"} if pinned else None
+)

@@ -44,20 +44,15 @@ def scaled_matmul(
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
     rows, columns, kind = a.shape[:1], b.shape[1:], "row"
+    scales: tuple[Tensor, ...] = scale_a.reshape(-1), scale_b.reshape(-1)
     if scale_a.numel() == 1 and scale_b.numel() == 1:
         kind = "tensor"
     elif scale_a.shape not in ((*rows, 1), rows) or scale_b.shape not in ((1, *columns), columns):
-        kind, use_fast_accum = "block", False
-    flat = kind != "block"
-    scales = (scale_a.reshape(-1), scale_b.reshape(-1)) if flat else _block_scales(a, b, scale_a, scale_b)
-    operands = a, b, *scales
-    if bias is None:
-        wanted = str(out_dtype or "bfloat16").removeprefix("torch.")
-        out: Tensor = operator("scaled_matmul", bias=False)(*operands, wanted, kind, use_fast_accum)
-        return out
-    if out_dtype not in (None, bias.dtype):
+        kind, use_fast_accum, scales = "block", False, _block_scales(a, b, scale_a, scale_b)
+    if bias is not None and out_dtype not in (None, bias.dtype):
         raise ProblemError(f"bias must be of the output's type, {out_dtype}, got {bias.dtype}; cast it")
-    out = operator("scaled_matmul", bias=True)(*operands, bias, kind, use_fast_accum)
+    typed = str(out_dtype or "bfloat16").removeprefix("torch.") if bias is None else bias  # which has the output's type
+    out: Tensor = operator("scaled_matmul", bias=bias is not None)(a, b, *scales, typed, kind, use_fast_accum)
     return out
 
 
