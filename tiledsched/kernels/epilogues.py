@@ -109,10 +109,10 @@ class Epilogue:
     Residual = ts.array("m n", when="residual")
     Scale = ts.array("1", dtype="float32", when="quantised")
 
-    @staticmethod
-    def flops(p: Any) -> float:
+    @classmethod
+    def flops(cls, p: Any) -> float:
         """Those of the products."""
-        return float(plain(p).flops)
+        return float(super().flops(p) * (1 + p.gate))  # type: ignore[misc]  # that of the plain product
 
     epilogue: ClassVar[Callable[..., Any] | None] = None
     """An author's own function in the place of the activation."""
@@ -175,16 +175,14 @@ class EpilogueSimilarity(Similarity):
 
 def arrays_of(p: Any) -> tuple[str, ...]:
     """The names of the epilogue's arrays that a problem has, an author's own among them."""
-    names = (*ARRAYS, *getattr(p.declaration, "own_arrays", ()))
-    return tuple(name for name in names if p.declaration.present(name, p))
+    return tuple(name for name in (*ARRAYS, *p.declaration.own_arrays) if p.declaration.present(name, p))
 
 
 def unit_inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
     """A such that sums are of the size of 1, where activations are curved, and a scale with which few results are cut."""
-    scale = 2.0 ** rng.integers(-7, -4, size=1)
     return {
+        "Scale": (2.0 ** rng.integers(-7, -4, size=1)).astype("float32"),
         "A": rng.standard_normal((p.m, p.k), dtype=numpy.float32) / math.sqrt(p.k),
-        "Scale": scale.astype("float32"),
     }
 
 
@@ -253,8 +251,9 @@ def read_call(
         ProblemError: a word is not known, or arguments exclude each other.
     """
     if activation is not None and activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ProblemError(f"activation = {activation!r}; known are {known}{did_you_mean(activation, ACTIVATIONS)}")
+        raise ProblemError(
+            f"activation = {activation!r}; known are {', '.join(ACTIVATIONS)}{did_you_mean(activation, ACTIVATIONS)}"
+        )
     if epilogue is not None and activation is not None:
         raise ProblemError("epilogue stands in the place of the activation; give one of them")
     if arrays and epilogue is None:

@@ -53,8 +53,10 @@ def _make(
 def apply_own(kernel: Any, xp: Any, sums: Any, arrays: dict[str, Any]) -> Any:
     """What the function returns for sums `[rows, columns]`, in their precision; it is computed on the host."""
     rows, columns = (numpy.arange(size, dtype=numpy.int32) for size in sums.shape)
-    given = (sums, *(arrays[name] for name in kernel.own_arrays))
-    on_host = [each if isinstance(each, numpy.ndarray) else each.get() for each in given]
+    on_host = [
+        each if isinstance(each, numpy.ndarray) else each.get()
+        for each in (sums, *(arrays[name] for name in kernel.own_arrays))
+    ]
     found = evaluated(kernel.epilogue, "epilogue", on_host[0], rows[:, None], columns[None], arrays=on_host[1:])
     return xp.asarray(numpy.broadcast_to(found, sums.shape))
 

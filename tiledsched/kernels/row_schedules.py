@@ -185,8 +185,8 @@ class QuantizedRows(RowKernel):
     @classmethod
     def small(cls) -> list[Problem]:
         """Those of the kernel that does not quantise; half of them have a given scale."""
-        plain: Any = super()
-        return [cls.problem(**p.values, static=p.rows % 4 == 1) for p in plain.small()]  # type: ignore[attr-defined]
+        plain = super().small()  # type: ignore[misc]
+        return [cls.problem(**p.values, static=p.rows % 4 == 1) for p in plain]  # type: ignore[attr-defined]
 
     @staticmethod
     def tolerance(p: Problem, s: Schedule) -> Tolerance:

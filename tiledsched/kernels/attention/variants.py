@@ -388,14 +388,14 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     """The compile-time constants, as the kernels name them."""
     score_mod, mask_mod, _ = p.declaration.mods
     size = BLOCK if p.listed else 0
-    more = {
+    found = {
+        **Attention.constants(p, s),
         "SCORE_MOD": score_mod is not None,
         "MASK_MOD": mask_mod is not None,
         "WEIGHT_MOD": p.declaration.weight_mod is not None,
         "BLOCK_ROWS": size,
         "BLOCK_KEYS": size,
     }
-    found = {**Attention.constants(p, s), **more}
     return found | {
         "EVEN": found["EVEN"] and (not size or p.seq_k % size == 0),
         "LOOP_SPLIT": found["LOOP_SPLIT"]

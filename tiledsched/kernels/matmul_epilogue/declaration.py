@@ -51,8 +51,7 @@ class MatmulEpilogueCost(EpilogueCost, ProductCost):
     def lent_times(self, p: Any) -> Mapping[str, tuple[str, float, float]]:
         """cuBLAS alone takes as long as the plain product, and reads the residual; for other epilogues another kernel reads and
         writes all results once more."""
-        moved = ELEMENT_BYTES * p.m * p.n * (p.residual + (0 if is_fused(p) else 2 + p.gate))
-        pass_us = moved / PASS_BYTES_PER_US
+        pass_us = ELEMENT_BYTES * p.m * p.n * (p.residual + (0 if is_fused(p) else 2 + p.gate)) / PASS_BYTES_PER_US
         if is_fused(p):
             return {"cublas_fused": ("torch", pass_us, 0.0)}
         own = p.declaration.epilogue is not None
