@@ -166,8 +166,7 @@ class TimedProblems:
 def _correlation(apart: np.ndarray) -> np.ndarray:
     """How much values agree at a distance: 1 at none, 0.48 at 1 (Matern's function of order 3/2)."""
     scaled = math.sqrt(3) * apart
-    correlation: np.ndarray = (1 + scaled) * np.exp(-scaled)
-    return correlation
+    return np.asarray((1 + scaled) * np.exp(-scaled))
 
 
 def _features(p: Problem) -> tuple[float, ...]:

@@ -102,8 +102,7 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Those of the plain product. Rows of 8 bits start at multiples of 16 bytes where they are whole groups of 16."""
-        aligned = {"ALIGNED": p.whole_rows} if p.quantised else {}
-        return {**GroupedMatmul.constants(p, s), **aligned}
+        return {**GroupedMatmul.constants(p, s), **({"ALIGNED": p.whole_rows} if p.quantised else {})}
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:

@@ -54,8 +54,7 @@ class MatmulEpilogueCost(EpilogueCost, ProductCost):
         pass_us = ELEMENT_BYTES * p.m * p.n * (p.residual + (0 if is_fused(p) else 2 + p.gate)) / PASS_BYTES_PER_US
         if is_fused(p):
             return {"cublas_fused": ("torch", pass_us, 0.0)}
-        own = p.declaration.epilogue is not None
-        return {} if own else {"torch_compile": ("torch", LAUNCH_US + pass_us, COMPILED_HOST_US)}
+        return {} if p.declaration.epilogue else {"torch_compile": ("torch", LAUNCH_US + pass_us, COMPILED_HOST_US)}
 
 
 class MatmulEpilogueSimilarity(EpilogueSimilarity, MatmulSimilarity):
