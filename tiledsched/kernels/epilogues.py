@@ -109,11 +109,6 @@ class Epilogue:
     Residual = ts.array("m n", when="residual")
     Scale = ts.array("1", dtype="float32", when="quantised")
 
-    @classmethod
-    def flops(cls, p: Any) -> float:
-        """Those of the products."""
-        return float(super().flops(p) * (1 + p.gate))  # type: ignore[misc]  # that of the plain product
-
     epilogue: ClassVar[Callable[..., Any] | None] = None
     """An author's own function in the place of the activation."""
     own_arrays: ClassVar[tuple[str, ...]] = ()
@@ -121,6 +116,11 @@ class Epilogue:
     requires: ClassVar[Mapping[str, str]] = {
         f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"
     }
+
+    @classmethod
+    def flops(cls, p: Any) -> float:
+        """Those of the products."""
+        return float(super().flops(p) * (1 + p.gate))  # type: ignore[misc]  # that of the plain product
 
 
 ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField) and each.role == "in")
