@@ -15,7 +15,7 @@ from tiledsched.build.compiler import compile_schedule
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.storage import LARGEST, to_storage
-from tiledsched.kernels.glu.declaration import erfc
+from tiledsched.kernels.epilogues import erfc
 from tiledsched.kernels.grouped_matmul import GroupedMatmul
 from tiledsched.kernels.grouped_matmul.declaration import OFFSET_KINDS, group_ends, most_tiles
 from tiledsched.kernels.matmul import Matmul

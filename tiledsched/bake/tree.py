@@ -63,9 +63,7 @@ def grow(problems: Sequence[Mapping[str, Any]], losses: Any, most: int | None = 
     common = losses[:, (losses < NEVER).sum(0) > 1]
     ranking = common if common.size and common.min(1).max() < NEVER else losses
 
-    @functools.cache
-    def questions(rows: tuple[int, ...]) -> list[Question]:
-        return _questions(numpy.array(rows), columns, ranking)
+    questions = functools.cache(lambda rows: _questions(numpy.array(rows), columns, ranking))
 
     @functools.cache
     def best(rows: tuple[int, ...], most: int) -> Tree:

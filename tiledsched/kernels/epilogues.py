@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy
@@ -29,11 +29,28 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
-from tiledsched.kernels.glu.declaration import erfc
 
 E4M3 = "float8_e4m3fn"
 LARGEST_E4M3 = 448.0
 """The largest number of the type, to which larger ones are cut."""
+
+
+def erfc(xp: Any, x: Any) -> Any:
+    """The complementary error function. NumPy has none, and CuPy's is not NumPy's.
+
+    It is the integral of exp(-t * t) / (t * t + z * z) by the trapezoidal rule, which converges exponentially, with a correction
+    for the pole at t = iz: Hunter and Regan, A note on the evaluation of the complementary error function (1972). Nodes lie at
+    multiples of the step or halfway between, whichever keep away from z.
+    """
+    step, z = 0.5, xp.abs(x)
+    halfway = xp.abs(z / step - xp.round(z / step)) < 0.25
+    total = xp.zeros_like(z)
+    for n in range(14):
+        node = step * xp.where(halfway, n + 0.5, n * 1.0)
+        total += xp.where(halfway | (n > 0), 2.0, 1.0) * xp.exp(-node * node) / (node * node + z * z)
+    pole = 2.0 / (1.0 + xp.where(halfway, 1.0, -1.0) * xp.exp(xp.minimum(2.0 * math.pi * z / step, 80.0)))
+    found = step * z * xp.exp(-z * z) * total / math.pi + xp.where(z < math.pi / step, pole, 0.0)
+    return xp.where(x < 0, 2.0 - found, found)
 
 
 class Activation(NamedTuple):
@@ -100,6 +117,11 @@ class Epilogue:
         f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"
     }
 
+    @classmethod
+    def flops(cls, p: Any) -> float:
+        """Those of the products."""
+        return float(super().flops(p) * (1 + p.gate))  # type: ignore[misc]  # that of the plain product
+
 
 ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField) and each.role == "in")
 """The names of the arrays that are read, in the order in which functions take them."""
@@ -153,20 +175,18 @@ class EpilogueSimilarity(Similarity):
 
 def arrays_of(p: Any) -> tuple[str, ...]:
     """The names of the epilogue's arrays that a problem has, an author's own among them."""
-    names = (*ARRAYS, *getattr(p.declaration, "own_arrays", ()))
-    return tuple(name for name in names if p.declaration.present(name, p))
+    return tuple(name for name in (*ARRAYS, *p.declaration.own_arrays) if p.declaration.present(name, p))
 
 
 def unit_inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
     """A such that sums are of the size of 1, where activations are curved, and a scale with which few results are cut."""
-    scale = 2.0 ** rng.integers(-7, -4, size=1)
     return {
+        "Scale": (2.0 ** rng.integers(-7, -4, size=1)).astype("float32"),
         "A": rng.standard_normal((p.m, p.k), dtype=numpy.float32) / math.sqrt(p.k),
-        "Scale": scale.astype("float32"),
     }
 
 
-def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Scale: Any, **own: Any) -> Any:
+def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Scale: Any, own: Mapping[str, Any]) -> Any:
     """The result of sums `[rows, columns]` in their own precision, by NumPy or CuPy.
 
     Args:
@@ -174,11 +194,11 @@ def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Sca
         p: the problem.
         sums, gate: the products of A and B, and of A and Gate, or None.
         Bias, Residual, Scale: arrays of the problem that broadcast to the sums, or None.
-        own: the arrays of an author's own epilogue, by name.
+        own: arrays by name, those of an author's own epilogue among them.
     """
-    activated: Callable[[Any], Any] = lambda x: ACTIVATIONS[p.activation].exact(xp, x)  # noqa: E731
+    activated = functools.partial(ACTIVATIONS[p.activation].exact, xp)
     if p.declaration.epilogue is not None:
-        activated = lambda x: p.declaration.apply_own(xp, x, own)  # noqa: E731
+        activated = functools.partial(p.declaration.apply_own, xp, arrays=own)
     sums = combined(activated, sums, gate, Bias, Residual)
     return sums if Scale is None else xp.clip(sums / Scale, -LARGEST_E4M3, LARGEST_E4M3)
 
@@ -215,13 +235,13 @@ def combined(activated: Callable[[Any], Any], sums: Any, gate: Any, bias: Any, r
 def read_call(
     input: Any,
     other: Any,
+    epilogue: Any,
+    arrays: Sequence[Any],
     bias: Any,
     activation: str | None,
     gate: Any,
     residual: Any,
     out_scale: Any,
-    epilogue: Any,
-    arrays: tuple[Any, ...],
 ) -> tuple[dict[str, Any], Any, list[Any]]:
     """The fields of a call's problems, its second operand, and the tensors that its operator takes behind the operands.
 
@@ -231,8 +251,9 @@ def read_call(
         ProblemError: a word is not known, or arguments exclude each other.
     """
     if activation is not None and activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ProblemError(f"activation = {activation!r}; known are {known}{did_you_mean(activation, ACTIVATIONS)}")
+        raise ProblemError(
+            f"activation = {activation!r}; known are {', '.join(ACTIVATIONS)}{did_you_mean(activation, ACTIVATIONS)}"
+        )
     if epilogue is not None and activation is not None:
         raise ProblemError("epilogue stands in the place of the activation; give one of them")
     if arrays and epilogue is None:

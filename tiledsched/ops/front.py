@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.registry import SHIPPED, kernel_named
+from tiledsched.kernels.epilogues import read_call
 from tiledsched.serve import process
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -44,17 +45,33 @@ def _registered(kernel: str, **pinned: Any) -> str:
     return _word(kernel, pinned)
 
 
-def own_kernel(product: str, function: Callable[..., Any], arrays: Sequence[Tensor]) -> str:
-    """The name of the kernel of a product with an author's own epilogue, which is made where need be.
+def multiply(product: str, operands: Sequence[Tensor], epilogue: Any, arrays: Sequence[Tensor], *parts: Any) -> Tensor:
+    """A product with an epilogue.
+
+    Args:
+        product: the kernel.
+        operands: the two factors, and what else the plain product takes.
+        epilogue: an author's own function, or None.
+        arrays: what it reads.
+        parts: the other arguments of :func:`tiledsched.kernels.epilogues.read_call`.
 
     Raises:
-        DeclarationError: the function cannot be compiled, or takes another number of arrays.
+        ProblemError: a word is not known, or arguments exclude each other.
+        DeclarationError: the author's function cannot be compiled, or takes another number of arrays.
     """
-    return _named(product, function, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays]))
+    first, second, *more = operands
+    fields, second, read = read_call(first, second, epilogue, arrays, *parts)
+    if epilogue is not None:
+        product = _own_kernel(
+            product, epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays])
+        )
+    out: Tensor = operator(product, **fields)(first, second, *more, *read)
+    return out
 
 
 @torch.compiler.assume_constant_result
-def _named(product: str, function: Callable[..., Any], arrays: tuple[tuple[int, str], ...]) -> str:
+def _own_kernel(product: str, function: Callable[..., Any], arrays: tuple[tuple[int, str], ...]) -> str:
+    """The name of the kernel of a product with an author's own epilogue, which is made where need be."""
     from tiledsched.kernels.own_epilogues import kernel_of
 
     return kernel_of(kernel_named(product), function, arrays).name
@@ -110,19 +127,26 @@ def check_shape(name: str, given: Tensor, like: str, shape: Any) -> None:
         )
 
 
-def read_scale(quantize: Any) -> Tensor | None:
-    """The scale that `quantize` gives all rows, `[1]`; None where it is "row", and each row gets its own.
+def call_quantized(
+    kernel: str, arrays: Sequence[Tensor], quantize: Any, like: Tensor, pinned: dict[str, Any], **named: Any
+) -> tuple[Tensor, ...]:
+    """What a kernel of quantised rows returns, of the shape of `like`, and the scales: `[..., 1]`, or the tensor that was given.
+
+    Args:
+        kernel: its name.
+        arrays: what it reads, but for a given scale.
+        quantize: "row", where each row gets a scale of its own, or a tensor of one element, the scale of all rows.
+        like: a tensor of the shape of the results.
+        pinned: fields of its problems, but for whether a scale is given.
+        named: what else it takes.
 
     Raises:
-        ProblemError: it is neither.
+        ProblemError: `quantize` is neither.
     """
-    if isinstance(quantize, Tensor) and quantize.numel() == 1:
-        return quantize.reshape(1)
-    if isinstance(quantize, str) and quantize == "row":
-        return None
-    raise ProblemError('quantize must be "row", or a float32 tensor of one element, the scale of all rows')
-
-
-def returned_scale(scale: Tensor, quantize: Any, like: Tensor) -> Tensor:
-    """The scales of rows as a caller gets them: `[..., 1]` beside `like`, or the tensor that was given."""
-    return scale.reshape(*like.shape[:-1], 1) if isinstance(quantize, str) else quantize
+    static = isinstance(quantize, Tensor) and quantize.numel() == 1
+    if not static and not (isinstance(quantize, str) and quantize == "row"):
+        raise ProblemError('quantize must be "row", or a float32 tensor of one element, the scale of all rows')
+    given = (*arrays, quantize.reshape(1)) if static else arrays
+    *made, scale = operator(kernel, **pinned, static=static)(*given, **named)
+    scales = quantize if static else scale.reshape(*like.shape[:-1], 1)
+    return (*[each.reshape(like.shape) for each in made], scales)

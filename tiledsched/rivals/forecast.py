@@ -75,8 +75,9 @@ class TimedProblem:
         cls, p: Problem, us: Mapping[str, float], spec: ArchSpec, default_us: float, ours_us: float | None = None
     ) -> TimedProblem:
         """What methods took on `p`, for whose default schedule the model gives `default_us`."""
-        base = base_us(p, default_us, spec)
-        return cls(problem=p.to_json(), place=_features(p), us=us, base_us=base, ours_us=ours_us)
+        return cls(
+            problem=p.to_json(), place=_features(p), us=us, base_us=base_us(p, default_us, spec), ours_us=ours_us
+        )
 
 
 class TimedProblems:
@@ -136,10 +137,9 @@ class TimedProblems:
                 )
         if not p.declaration.timed_with or OURS not in found:
             return found
-        lent = p.declaration.cost.lent_times(p).items()
         return {OURS: found[OURS]} | {
             name: replace(found[of], us=found[of].us + us, host_us=found[of].host_us + host_us)
-            for name, (of, us, host_us) in lent
+            for name, (of, us, host_us) in p.declaration.cost.lent_times(p).items()
             if of in found
         }
 
@@ -166,13 +166,11 @@ class TimedProblems:
 def _correlation(apart: np.ndarray) -> np.ndarray:
     """How much values agree at a distance: 1 at none, 0.48 at 1 (Matern's function of order 3/2)."""
     scaled = math.sqrt(3) * apart
-    correlation: np.ndarray = (1 + scaled) * np.exp(-scaled)
-    return correlation
+    return np.asarray((1 + scaled) * np.exp(-scaled))
 
 
 def _features(p: Problem) -> tuple[float, ...]:
-    found: tuple[float, ...] = p.declaration.similarity.timing_features(p)
-    return found
+    return tuple(p.declaration.similarity.timing_features(p))
 
 
 def floor_us(p: Problem, spec: ArchSpec) -> float:
@@ -192,12 +190,11 @@ def _shipped(kernel: str, arch: str) -> tuple[Sequence[TimedProblem], Mapping[st
     found = model_file(kernel, f"timed_{arch}.json")
     if not found:
         return (), {}
-    names: Sequence[str] = found["methods"]
     rows = [
         TimedProblem(
             problem=row["problem"],
             place=row["place"],
-            us={name: us for name, us in zip(names, row["us"], strict=True) if us is not None},
+            us={name: us for name, us in zip(found["methods"], row["us"], strict=True) if us is not None},
             base_us=row["base_us"],
             ours_us=row["ours_us"],
         )
@@ -235,20 +232,19 @@ def timed_problems(
     """
     rows, host_us = _shipped(kernel.timed_with or kernel.name, arch)
     spec, found, left_out = arch_spec(arch), list(rows), hidden and hidden.to_json()
-    own = () if kernel.timed_with else entries
-    raced = [entry for entry in own if entry.arch == arch and _features(entry.problem)]
-    if rows:
-        raced = [entry for entry in raced if entry.layer != "shipped"]
-    else:
-        host_us = _hosts_us(raced)
+    raced = [
+        entry
+        for entry in (() if kernel.timed_with else entries)
+        if entry.arch == arch and _features(entry.problem) and not (rows and entry.layer == "shipped")
+    ]
+    host_us = host_us if rows else _hosts_us(raced)
     for entry in raced:
-        p, timed = entry.problem, [each for each in entry.rivals or () if each.median_us and each.name in host_us]
+        timed = [each for each in entry.rivals or () if each.median_us and each.name in host_us]
         times = {each.name: each.median_us or 0.0 for each in timed}
-        if timed and rows:
-            found.append(TimedProblem.of(p, times, spec, modelled_us(p)))
-        elif timed:
-            times[OURS], ours_us = timed[0].ours_us or 0.0, modelled_us(p, entry.schedule)
-            found.append(TimedProblem.of(p, times, spec, ours_us, ours_us))
+        if timed:
+            ours = {} if rows else {OURS: timed[0].ours_us or 0.0}
+            ours_us = modelled_us(entry.problem, *([] if rows else [entry.schedule]))
+            found.append(TimedProblem.of(entry.problem, times | ours, spec, ours_us, None if rows else ours_us))
     found = [each for each in found if each.problem != left_out]
     if not rows and len(found) < FEWEST:
         return None

@@ -53,6 +53,12 @@ WIDE_ARRAY = "Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]"
 """The type of an array of more than 2**31 - 1 elements, in the text of kernels."""
 MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
 """What a function that hides keys is given, before the arrays."""
+PARAMETERS = {
+    **dict.fromkeys(("score_mod", "score_grad"), ("score", *MASK_PARAMETERS)),
+    **dict.fromkeys(("mask_mod", "weight_mod"), MASK_PARAMETERS),
+    "epilogue": ("acc", "row", "column"),
+}
+"""What each function of an author is given; an epilogue is one of a matrix product."""
 MODS = ("score_mod", "mask_mod", "score_grad", "weight_mod")
 """The functions of an author, as a kernel has them in `mods`; None for those that he does not give."""
 PLAIN = (bool, int, float, str, type(None))
@@ -63,7 +69,7 @@ REFUSED = (
 MAX_FUNCTIONS = 1024
 """Pairs of functions that are found without reading their text: a function may be made anew in each call."""
 TAKEN = "from around it a function takes numbers, text, tuples of these and functions; pass an array in arrays=..."
-_known: dict[tuple[Any, str], KernelClass] = {}
+_known: dict[str, KernelClass] = {}
 
 
 def code_of(function: Any, what: str) -> list[Any]:
@@ -229,7 +235,7 @@ def kernel_by_code(
 
     Args:
         kind: how its name begins.
-        functions: by their names in :data:`MODS`.
+        functions: by their names in :data:`PARAMETERS`.
         arrays: axes and element type of each array that they take.
         make: makes it: `make(name, identity, functions, arrays)`.
 
@@ -242,10 +248,10 @@ def kernel_by_code(
     identity = stable_id([code, [list(each) for each in arrays]], 8)
     words = "_".join(dict.fromkeys(word_of(each) for what, each in functions.items() if what != "score_grad"))
     name = f"{kind}_{words}_{identity}"
-    if (make, name) not in _known:
+    if name not in _known:
         try_out(functions, arrays)
-        _known[make, name] = make(name, identity, functions, arrays)
-    return _known[make, name]
+        _known[name] = make(name, identity, functions, arrays)
+    return _known[name]
 
 
 def word_of(function: Any) -> str:
@@ -259,7 +265,7 @@ def check_parameters(function: Any, what: str, count: int) -> None:
     Raises:
         DeclarationError: it cannot.
     """
-    taken = (("score",) if what.startswith("score") else ()) + MASK_PARAMETERS
+    taken = PARAMETERS[what]
     try:
         inspect.signature(function).bind(*taken, *range(count))
     except TypeError as error:
@@ -373,7 +379,7 @@ def canonical(values: dict[str, Any]) -> dict[str, Any]:
         ProblemError: one of them is asked for.
     """
     for refused in ("softcap", "window", "window_right", "starts", "packed", "page", "kv8"):
-        if values.get(refused):
+        if values.get(refused):  # gradients do not have all of them
             raise ProblemError(f"{refused} is not combined with score_mod and mask_mod; say it in one of them")
     return problem.canonical(values)
 
@@ -382,14 +388,14 @@ def constants(p: Any, s: Schedule) -> Mapping[str, bool | int]:
     """The compile-time constants, as the kernels name them."""
     score_mod, mask_mod, _ = p.declaration.mods
     size = BLOCK if p.listed else 0
-    more = {
+    found = {
+        **Attention.constants(p, s),
         "SCORE_MOD": score_mod is not None,
         "MASK_MOD": mask_mod is not None,
         "WEIGHT_MOD": p.declaration.weight_mod is not None,
         "BLOCK_ROWS": size,
         "BLOCK_KEYS": size,
     }
-    found = {**Attention.constants(p, s), **more}
     return found | {
         "EVEN": found["EVEN"] and (not size or p.seq_k % size == 0),
         "LOOP_SPLIT": found["LOOP_SPLIT"]
@@ -541,12 +547,14 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
     rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
+    values: dict[str, Any] = {"b": 0, "h": 0} | dict.fromkeys(("score", "acc"), numpy.zeros((4, 4), numpy.float32))
+    values |= {"q_idx": rows, "kv_idx": keys, "row": rows, "column": keys}
     for what, function in functions.items():
-        scores = [numpy.zeros((4, 4), numpy.float32)] if what.startswith("score") else []
+        given = [values[each] for each in PARAMETERS[what]]
         with contextlib.suppress(
             OutsideError, UnsupportedOperationError
         ):  # only a call knows sizes and the compiler's words
-            evaluated(strictly(function), what, *scores, 0, 0, rows, keys, arrays=zeros)
+            evaluated(strictly(function), what, *given, arrays=zeros)
 
 
 def reference(

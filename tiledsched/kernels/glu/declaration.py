@@ -4,7 +4,6 @@ GPU is in `tiles` beside it and `kernels.rows`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
+from tiledsched.kernels.epilogues import ACTIVATIONS as EPILOGUES
 from tiledsched.kernels.glu.rivals import in_torch
 from tiledsched.kernels.row_schedules import (
     LOADS,
@@ -100,12 +100,7 @@ class Glu(OneFunction, Kernel):
     @staticmethod
     def reference(xp: Any, Gate: Any, Up: Any, activation: str) -> Any:
         """The gated elements."""
-        if activation == "gelu":
-            share = 0.5 * erfc(xp, Gate / -math.sqrt(2.0))
-        else:
-            twice = math.sqrt(8.0 / math.pi) * (Gate + 0.044715 * Gate**3) if activation == "gelu_tanh" else Gate
-            share = 0.5 * (1.0 + xp.tanh(0.5 * twice))
-        return Gate * share * Up
+        return EPILOGUES[activation].exact(xp, Gate) * Up
 
     stand_in = staticmethod(in_torch)
 
@@ -135,30 +130,7 @@ class GluQuantized(QuantizedRows, Glu):  # type: ignore[misc]  # its knobs are t
         """The gated rows over their scales, and the scales."""
         return reference_quantized(xp, Glu.reference(xp, Gate, Up, activation), Given)
 
-    @staticmethod
-    def small() -> list[Problem]:
-        """Those of :class:`Glu`; half of them have a given scale."""
-        return [GluQuantized.problem(**p.values, static=p.rows % 4 == 1) for p in Glu.small()]
-
 
 def tiles_of(p: Problem, s: Schedule) -> int:
     """Tiles that cover the output."""
     return -(-p.rows // s.number("TILE_ROWS")) * -(-p.columns // s.number("TILE_COLUMNS"))
-
-
-def erfc(xp: Any, x: Any) -> Any:
-    """The complementary error function. NumPy has none, and CuPy's is not NumPy's.
-
-    It is the integral of exp(-t * t) / (t * t + z * z) by the trapezoidal rule, which converges exponentially, with a correction
-    for the pole at t = iz: Hunter and Regan, A note on the evaluation of the complementary error function (1972). Nodes lie at
-    multiples of the step or halfway between, whichever keep away from z.
-    """
-    step, z = 0.5, xp.abs(x)
-    halfway = xp.abs(z / step - xp.round(z / step)) < 0.25
-    total = xp.zeros_like(z)
-    for n in range(14):
-        node = step * xp.where(halfway, n + 0.5, n * 1.0)
-        total += xp.where(halfway | (n > 0), 2.0, 1.0) * xp.exp(-node * node) / (node * node + z * z)
-    pole = 2.0 / (1.0 + xp.where(halfway, 1.0, -1.0) * xp.exp(xp.minimum(2.0 * math.pi * z / step, 80.0)))
-    found = step * z * xp.exp(-z * z) * total / math.pi + xp.where(z < math.pi / step, pole, 0.0)
-    return xp.where(x < 0, 2.0 - found, found)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
-from tiledsched.ops.front import check_shape, flat_rows, operator, read_scale, returned_scale, takes_tensors
+from tiledsched.ops.front import call_quantized, check_shape, flat_rows, operator, takes_tensors
 
 
 @takes_tensors
@@ -59,7 +59,4 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str, quantize: Any) -> A
     arrays = [flat_rows(gate), flat_rows(up)]
     if quantize is None:
         return operator("glu")(*arrays, activation).reshape(gate.shape)
-    given = read_scale(quantize)
-    call = operator("glu_quantized", static=given is not None)
-    out, scale = call(*arrays, *([] if given is None else [given]), activation)
-    return out.reshape(gate.shape), returned_scale(scale, quantize, gate)
+    return call_quantized("glu_quantized", arrays, quantize, gate, {}, activation=activation)

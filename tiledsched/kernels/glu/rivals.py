@@ -9,16 +9,16 @@ from functools import partial
 
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Function, Method, Numbers, called
+from tiledsched.kernels.epilogues import ACTIVATIONS
 from tiledsched.kernels.row_schedules import torch_quantized
 from tiledsched.kernels.torch_rivals import torch_methods
 
 
 def in_torch(p: Problem, numbers: Numbers) -> Function:
     """torch's activation, and a product, which stand in while the kernel is compiled."""
-    from torch.nn.functional import gelu, silu
+    from torch.nn import functional
 
-    tanh = "tanh" if p.activation == "gelu_tanh" else "none"
-    unit = silu if p.activation == "silu" else partial(gelu, approximate=tanh)
+    unit = partial(ACTIVATIONS[p.activation].torch, functional)
     if p.kernel == "glu":
         return lambda Gate, Up: unit(Gate) * Up
     return lambda Gate, Up, Given=None: torch_quantized(unit(Gate.float()) * Up.float(), Given)

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiledsched.kernels.epilogues import read_call
-from tiledsched.ops.front import operator, own_kernel, takes_tensors
+from tiledsched.ops.front import multiply, operator, takes_tensors
 
 
 @takes_tensors
@@ -49,8 +48,5 @@ def grouped_matmul(
     if bias is activation is gate is residual is out_scale is epilogue is None:
         out: Tensor = operator("grouped_matmul")(a, b, offsets)
         return out
-    fields, b, more = read_call(a, b, bias, activation, gate, residual, out_scale, epilogue, arrays)
-    name = "grouped_matmul_epilogue"
-    kernel = name if epilogue is None else own_kernel(name, epilogue, arrays)
-    out = operator(kernel, **fields)(a, b, offsets, *more)
-    return out
+    parts = bias, activation, gate, residual, out_scale
+    return multiply("grouped_matmul_epilogue", (a, b, offsets), epilogue, arrays, *parts)

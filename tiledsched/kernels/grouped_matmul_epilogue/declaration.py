@@ -102,8 +102,7 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
         """Those of the plain product. Rows of 8 bits start at multiples of 16 bytes where they are whole groups of 16."""
-        aligned = {"ALIGNED": p.whole_rows} if p.quantised else {}
-        return {**GroupedMatmul.constants(p, s), **aligned}
+        return {**GroupedMatmul.constants(p, s), **({"ALIGNED": p.whole_rows} if p.quantised else {})}
 
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
@@ -120,11 +119,6 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):
         return {**unit_inputs(xp, rng, p), **GroupedMatmul.inputs(xp, rng, p)}
 
     @staticmethod
-    def flops(p: Problem) -> float:
-        """Those of the products."""
-        return GroupedMatmul.flops(p) * (1 + p.gate)
-
-    @staticmethod
     def reference(  # type: ignore[override]
         xp: Any,
         A: Any,
@@ -138,11 +132,10 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):
         **arrays: Any,
     ) -> Any:
         """The finished sums of each group."""
-        own = {name: arrays[name] for name in p.declaration.own_arrays}  # type: ignore[attr-defined]
         if Bias is not None:
             Bias = Bias[xp.searchsorted(Offsets, xp.arange(p.tokens), side="right").clip(0, p.experts - 1)]
         gate = None if Gate is None else GroupedMatmul.reference(xp, A, Gate, Offsets)
-        return exactly(xp, p, GroupedMatmul.reference(xp, A, B, Offsets), gate, Bias, Residual, Scale, **own)
+        return exactly(xp, p, GroupedMatmul.reference(xp, A, B, Offsets), gate, Bias, Residual, Scale, arrays)
 
     @staticmethod
     def small() -> list[Problem]:

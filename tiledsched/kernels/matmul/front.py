@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tiledsched.core.errors import UnsupportedError
-from tiledsched.kernels.epilogues import ACTIVATIONS, ARRAYS, E4M3, read_call
-from tiledsched.ops.front import GRADIENTS, flat_rows, operator, own_kernel, takes_tensors
+from tiledsched.kernels.epilogues import ACTIVATIONS, ARRAYS, E4M3
+from tiledsched.ops.front import GRADIENTS, flat_rows, multiply, operator, takes_tensors
 
 
 @takes_tensors
@@ -57,31 +57,23 @@ def matmul(
     flat = input if input.ndim == 2 else flat_rows(input)
     if bias is activation is gate is residual is out_scale is epilogue is None:
         out: Tensor = operator("matmul")(flat, other)
-        return out if input.ndim == 2 else out.reshape(*input.shape[:-1], other.shape[-1])
-    rows = None if residual is None else residual if residual.ndim == 2 else flat_rows(residual)
-    given = bias, activation, gate, rows, out_scale, epilogue, arrays
-    fields, other, more = read_call(flat, other, *given)
-    kernel = "matmul_epilogue" if epilogue is None else own_kernel("matmul_epilogue", epilogue, arrays)
-    out = operator(kernel, **fields)(flat, other, *more)
-    return out if input.ndim == 2 else out.reshape(*input.shape[:-1], other.shape[-1])
-
-
-def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:
-    """Give the operator its gradient, which recomputes the sums and applies torch's formulae to them."""
-    made.register_autograd(functools.partial(_gradients, pinned))
+    else:
+        rows = None if residual is None else flat_rows(residual)
+        parts = bias, activation, gate, rows, out_scale
+        out = multiply("matmul_epilogue", (flat, other), epilogue, arrays, *parts)
+    return out if input.ndim == 2 else out.reshape(*input.shape[:-1], out.shape[-1])
 
 
 def _gradients(pinned: Mapping[str, Any], ctx: Any, d: Tensor) -> tuple[Any, ...]:
-    """The gradients of A, B and the arrays of the epilogue, in the order in which the operator takes them."""
+    """The gradients of A, B and the arrays of the epilogue, in the order in which the operator takes them. The sums are computed
+    anew, and torch's formulae applied to them."""
     if pinned.get("out_dtype") == E4M3:
         raise UnsupportedError("a result of 8 bits has no gradients; leave out out_scale where gradients are required")
     names = ["A", "B", *(name for name in ARRAYS if pinned.get(name.lower()))]
-    given, wanted = (
-        dict(zip(names, ctx.saved_tensors, strict=False)),
-        dict(zip(names, ctx.needs_input_grad, strict=False)),
-    )
+    given = dict(zip(names, ctx.saved_tensors, strict=False))
+    wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
     product, activation = operator("matmul"), ACTIVATIONS[pinned.get("activation", "none")]
-    aten, found = torch.ops.aten, {"Residual": d}
+    aten, found, factors = torch.ops.aten, {"Residual": d}, {}
 
     def sums() -> Tensor:
         made: Tensor = product(given["A"], given["B"])
@@ -89,20 +81,19 @@ def _gradients(pinned: Mapping[str, Any], ctx: Any, d: Tensor) -> tuple[Any, ...
 
     if "Gate" in given:
         gate = product(given["A"], given["Gate"])
-        d_gate = activation.slope(aten, d * sums(), gate)
+        factors["Gate"] = activation.slope(aten, d * sums(), gate)
         d = d * activation.torch(torch.nn.functional, gate)
     elif pinned.get("activation", "none") != "none":
         d = activation.slope(aten, d, sums())
     if wanted.get("Bias"):
         found["Bias"] = d.sum(0)
-    factors = {"B": d} | ({"Gate": d_gate} if "Gate" in given else {})
-    for name, each in factors.items():
-        if wanted[name]:
-            found[name] = product(given["A"].t(), each)
-        if wanted["A"]:
-            part = product(each, given[name].t())
-            found["A"] = found["A"] + part if "A" in found else part
+    factors["B"] = d
+    found |= {name: product(given["A"].t(), each) for name, each in factors.items() if wanted[name]}
+    if wanted["A"]:
+        found["A"] = functools.reduce(torch.add, [product(each, given[name].t()) for name, each in factors.items()])
     return tuple([found.get(name) if wanted[name] else None for name in names])
 
 
-GRADIENTS |= dict.fromkeys(("matmul", "matmul_epilogue"), _add_gradient)
+GRADIENTS |= dict.fromkeys(
+    ("matmul", "matmul_epilogue"), lambda made, pinned: made.register_autograd(functools.partial(_gradients, pinned))
+)

@@ -24,10 +24,10 @@ from tiledsched.kernels.epilogues import (
     exactly,
     unit_inputs,
 )
-from tiledsched.kernels.matmul.declaration import PAD_TILE, TOKENS, Matmul, MatmulSimilarity, Values
+from tiledsched.kernels.matmul.declaration import TOKENS, Matmul, MatmulSimilarity, Values
 from tiledsched.kernels.matmul_epilogue.rivals import is_fused, raced
 from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
-from tiledsched.kernels.product_schedules import Launch, product_launches
+from tiledsched.kernels.product_schedules import Launch
 
 SWIGLU, ADDED, BIASED = {"gate": True, "activation": "silu"}, {"residual": True}, {"bias": True}
 MODELS: dict[str, tuple[tuple[int, int, Values], ...]] = {
@@ -51,12 +51,10 @@ class MatmulEpilogueCost(EpilogueCost, ProductCost):
     def lent_times(self, p: Any) -> Mapping[str, tuple[str, float, float]]:
         """cuBLAS alone takes as long as the plain product, and reads the residual; for other epilogues another kernel reads and
         writes all results once more."""
-        moved = ELEMENT_BYTES * p.m * p.n * (p.residual + (0 if is_fused(p) else 2 + p.gate))
-        pass_us = moved / PASS_BYTES_PER_US
+        pass_us = ELEMENT_BYTES * p.m * p.n * (p.residual + (0 if is_fused(p) else 2 + p.gate)) / PASS_BYTES_PER_US
         if is_fused(p):
             return {"cublas_fused": ("torch", pass_us, 0.0)}
-        own = p.declaration.epilogue is not None
-        return {} if own else {"torch_compile": ("torch", LAUNCH_US + pass_us, COMPILED_HOST_US)}
+        return {} if p.declaration.epilogue else {"torch_compile": ("torch", LAUNCH_US + pass_us, COMPILED_HOST_US)}
 
 
 class MatmulEpilogueSimilarity(EpilogueSimilarity, MatmulSimilarity):
@@ -105,32 +103,20 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Launch]:
         """Those of the plain product, the last of which finishes the sums."""
-        from tiledsched.kernels.matmul.tiles import matmul_partial, pad_a, pad_b
         from tiledsched.kernels.matmul_epilogue import tiles
 
+        *before, (last, grid) = Matmul.launches(p, s, device)
+        name = last.__name__.replace("matmul", "matmul_epilogue").replace("combine", "combine_epilogue")
         kernel: Any = p.declaration
-        words = "_padded" if s["PAD"] else "" if s.number("SPLIT_K") > 0 else "_in_shares"
-        made = (tiles.entry_of(f"matmul_epilogue{words}", kernel, p.activation, arrays_of(p)), matmul_partial)
-        combine = tiles.entry_of("combine_epilogue", kernel, p.activation, arrays_of(p))
-        found = product_launches(p, s, device, *made, combine)
-        if not s["PAD"]:
-            return found
-        columns = p.padded_k // PAD_TILE, p.padded_n // PAD_TILE
-        gates = [(tiles.pad_gate, columns)] if p.gate else []
-        return [(pad_a, (p.padded_m // PAD_TILE, columns[0])), (pad_b, columns), *gates, *found]
-
-    @staticmethod
-    def flops(p: Problem) -> float:
-        """Those of the products."""
-        return Matmul.flops(p) * (1 + p.gate)
+        gates = [(tiles.pad_gate, before[-1][1])] if p.gate and s["PAD"] else []  # it lies as B does
+        return [*before, *gates, (tiles.entry_of(name, kernel, p.activation, arrays_of(p)), grid)]
 
     @staticmethod
     def reference(  # type: ignore[override]
         xp: Any, A: Any, B: Any, Bias: Any, Gate: Any, Residual: Any, Scale: Any, p: Problem, **arrays: Any
     ) -> Any:
         """The finished sums."""
-        own = {name: arrays[name] for name in p.declaration.own_arrays}  # type: ignore[attr-defined]
-        return exactly(xp, p, A @ B, None if Gate is None else A @ Gate, Bias, Residual, Scale, **own)
+        return exactly(xp, p, A @ B, None if Gate is None else A @ Gate, Bias, Residual, Scale, arrays)
 
     @staticmethod
     def small() -> list[Problem]:

@@ -20,10 +20,8 @@ def eager(p: Problem, numbers: Numbers) -> Function:
 
 def is_fused(p: Problem) -> bool:
     """Whether torch lets cuBLAS do the epilogue: a bias, with relu or gelu by tanh behind it, or a residual."""
-    if p.gate or p.quantised or p.declaration.epilogue is not None:  # type: ignore[attr-defined]
-        return False
-    words = FUSED if p.bias else ("none",)
-    return p.bias + p.residual == 1 and p.activation in words
+    more = p.gate or p.quantised or p.declaration.epilogue is not None  # type: ignore[attr-defined]
+    return not more and p.bias + p.residual == 1 and p.activation in (FUSED if p.bias else ("none",))
 
 
 def fused(p: Problem) -> Function:

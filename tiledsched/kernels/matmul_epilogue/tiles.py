@@ -15,15 +15,16 @@ import functools
 import cuda.tile as ct
 
 from tiledsched.kernels.epilogue_tiles import Entry, entry_with, finished
-from tiledsched.kernels.matmul.tiles import (
-    MatmulConstants as MatmulConstants,
+from tiledsched.kernels.matmul.tiles import MatmulConstants as MatmulConstants, copy_tile, main_loop, row_view
+from tiledsched.kernels.products import (
+    Bool as Bool,
+    Int as Int,
     column_of,
-    copy_tile,
-    main_loop,
+    elements_of,
     part_view,
-    row_view,
+    place_of,
+    sum_of_shares,
 )
-from tiledsched.kernels.products import Bool as Bool, Int as Int, elements_of, place_of, sum_of_shares
 
 PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY")
 SUM = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")

@@ -106,8 +106,3 @@ class RmsNormQuantized(QuantizedRows, RmsNorm):
         out, *total = made if isinstance(made, tuple) else (made,)
         out, scale = reference_quantized(xp, out, Given)
         return out, *total, scale
-
-    @staticmethod
-    def small() -> list[Problem]:
-        """Those of :class:`RmsNorm`; half of them have a given scale."""
-        return [RmsNormQuantized.problem(**p.values, static=p.rows % 4 == 1) for p in RmsNorm.small()]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, operator, read_scale, returned_scale, takes_tensors
+from tiledsched.ops.front import GRADIENTS, call_quantized, check_shape, flat_rows, operator, takes_tensors
 
 
 @takes_tensors
@@ -32,28 +32,20 @@ def rms_norm(
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
     rows = flat_rows(input)
+    added = []
+    if residual is not None:
+        check_shape("residual", residual, "input", input.shape)
+        added = [residual.reshape(rows.shape)]
     if quantize is not None:
-        return _quantized(input, rows, weight, eps, residual, quantize)
+        pinned = {"residual": residual is not None}
+        return call_quantized("rms_norm_quantized", [rows, *added, weight], quantize, input, pinned, eps=eps)
     if residual is None:
         return operator("rms_norm")(rows, weight, eps=eps).reshape(input.shape)
-    check_shape("residual", residual, "input", input.shape)
-    out, total = operator("rms_norm", residual=True)(rows, residual.reshape(rows.shape), weight, eps=eps)
+    out, total = operator("rms_norm", residual=True)(rows, *added, weight, eps=eps)
     return out.reshape(input.shape), total.reshape(input.shape)
 
 
-def _quantized(input: Tensor, rows: Tensor, weight: Tensor, eps: float, residual: Any, quantize: Any) -> Any:
-    given, arrays = read_scale(quantize), [rows, weight]
-    if residual is not None:
-        check_shape("residual", residual, "input", input.shape)
-        arrays.insert(1, residual.reshape(rows.shape))
-    call = operator("rms_norm_quantized", residual=residual is not None, static=given is not None)
-    *made, scale = call(*arrays, *([] if given is None else [given]), eps=eps)
-    return (*(each.reshape(input.shape) for each in made), returned_scale(scale, quantize, input))
-
-
-def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:
-    """Give the operator its gradient. With a residual the sum is what is normalised, and both its terms have one gradient."""
-    made.register_autograd(operator("rms_norm_backward"), names={"X": "Sum", "dR": "dX"} if pinned else None)
-
-
-GRADIENTS["rms_norm"] = _add_gradient
+# With a residual the sum is what is normalised, and both its terms have one gradient.
+GRADIENTS["rms_norm"] = lambda made, pinned: made.register_autograd(
+    operator("rms_norm_backward"), names={"X": "Sum", "dR": "dX"} if pinned else None
+)

@@ -129,11 +129,6 @@ def _check_twice(name: str, table: Tensor, interleaved: bool) -> int:
     return 1 if halves == neighbours else MOST_LOOKS
 
 
-def _add_gradient(made: Any, pinned: dict[str, Any]) -> None:
-    """Give the operator its gradient: the operator itself, of the other direction."""
-    made.register_autograd(_turn_back, setup_context=_save_angles)
-
-
 def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save what the gradients of rotated queries and keys need."""
     if any(ctx.needs_input_grad[2:4]):
@@ -147,4 +142,4 @@ def _turn_back(ctx: Any, *gradients: Tensor) -> Any:
     return operator("rope")(*gradients, cos, -sin)
 
 
-GRADIENTS["rope"] = _add_gradient
+GRADIENTS["rope"] = lambda made, pinned: made.register_autograd(_turn_back, setup_context=_save_angles)

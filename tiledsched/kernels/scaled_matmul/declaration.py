@@ -235,10 +235,10 @@ class ScaledMatmul(Product, Kernel):
     @staticmethod
     def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
         """Scales that differ by up to a thousand from one row to the next."""
-        found = {}
-        for name, shape in zip(("ScaleA", "ScaleB"), scale_shapes(p), strict=True):
-            found[name] = 10.0 ** (SCALE_DECADES * (2.0 * rng.random(shape, dtype=numpy.float32) - 1.0))
-        return found
+        return {
+            name: 10.0 ** (SCALE_DECADES * (2.0 * rng.random(shape, dtype=numpy.float32) - 1.0))
+            for name, shape in zip(("ScaleA", "ScaleB"), scale_shapes(p), strict=True)
+        }
 
     @staticmethod
     def reference(xp: Any, A: Any, B: Any, ScaleA: Any, ScaleB: Any, Bias: Any) -> Any:

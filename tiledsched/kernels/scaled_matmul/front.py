@@ -48,16 +48,12 @@ def scaled_matmul(
         kind = "tensor"
     elif scale_a.shape not in ((*rows, 1), rows) or scale_b.shape not in ((1, *columns), columns):
         kind, use_fast_accum = "block", False
-    flat = kind != "block"
-    scales = (scale_a.reshape(-1), scale_b.reshape(-1)) if flat else _block_scales(a, b, scale_a, scale_b)
-    operands = a, b, *scales
-    if bias is None:
-        wanted = str(out_dtype or "bfloat16").removeprefix("torch.")
-        out: Tensor = operator("scaled_matmul", bias=False)(*operands, wanted, kind, use_fast_accum)
-        return out
-    if out_dtype not in (None, bias.dtype):
+    blocks = kind == "block"
+    scales = _block_scales(a, b, scale_a, scale_b) if blocks else (scale_a.reshape(-1), scale_b.reshape(-1))
+    if bias is not None and out_dtype not in (None, bias.dtype):
         raise ProblemError(f"bias must be of the output's type, {out_dtype}, got {bias.dtype}; cast it")
-    out = operator("scaled_matmul", bias=True)(*operands, bias, kind, use_fast_accum)
+    typed = str(out_dtype or "bfloat16").removeprefix("torch.") if bias is None else bias  # which has the output's type
+    out: Tensor = operator("scaled_matmul", bias=bias is not None)(a, b, *scales, typed, kind, use_fast_accum)
     return out
 
 
