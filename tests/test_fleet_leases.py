@@ -335,7 +335,7 @@ def away(message="connection refused"):
     ("error", "answers_after", "stopped", "least_s", "most_s", "most_tries"),
     [
         (away(), 30.0, False, 30.0, 40.0, 20),
-        (away(), 90.0, False, 59.99, 60.01, 40),
+        (away(), 90.0, False, 59.99, 60.01, 80),
         (DatabaseError("it was opened read-only; no"), 30.0, False, 0.0, 0.0, 1),
         (away(), 30.0, True, 0.0, 0.0, 1),
     ],

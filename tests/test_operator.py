@@ -147,7 +147,7 @@ def test_export_and_tracing_record_the_operator(launches, quiet, name, strict) -
 
 def test_compiled_fallbacks_keep_the_graph_whole(launches, quiet) -> None:
     mask = torch.ones(24, 24, dtype=torch.bool).tril()
-    with configure(fallback="torch"):
+    with configure(fallback="torch", masks="torch"):
         for given in ((*tensors(), mask), tensors(dtype=torch.float32)):
             whole = torch.compile(lambda *given: serve.sdpa(*given), fullgraph=True, backend="eager")
             torch.testing.assert_close(whole(*given), torch_sdpa(*given))

@@ -105,7 +105,7 @@ def test_a_mask_rewritten_in_place_is_read_anew(write, fallback, launches, quiet
     q, k, v = tensors(batch=3, rows=5, keys=7)
     mask = torch.zeros(3, 1, 1, 7)
     holes = torch.tensor([[1, 0, 1, 1, 1, 1, 1]] * 3, dtype=torch.bool)
-    with configure(fallback=fallback):
+    with configure(fallback=fallback, masks="torch"):
         for seen in (LEFT_AND_RIGHT, LEFT_AND_RIGHT.flip(0, 1), LEFT_AND_RIGHT.flip(0), holes, LEFT_AND_RIGHT):
             write(mask, added(seen, -torch.inf)[:, None, None])
             for _ in range(3):

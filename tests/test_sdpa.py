@@ -349,9 +349,9 @@ def test_sync_waits_for_each_launch(launches) -> None:
 )
 def test_arguments_left_to_torch(launches, given, words) -> None:
     q, k, v = tensors()
-    with pytest.raises(UnsupportedError, match=words):
+    with configure(masks="torch"), pytest.raises(UnsupportedError, match=words):
         serve.sdpa(q, k, v, **given)
-    with configure(fallback="torch"):
+    with configure(fallback="torch", masks="torch"):
         with pytest.warns(UserWarning, match=words):
             out = serve.sdpa(q, k, v, **given)
         with warnings.catch_warnings():

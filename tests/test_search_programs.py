@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import importlib.util
 import os
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -417,10 +418,10 @@ def test_stragglers_go_on_and_come_with_a_later_call(monkeypatch) -> None:
 
     class Processes:
         def schedule(self, function, *, args, timeout):
-            task = args[0]
+            _, task = pickle.loads(*args)
             assert task not in started, "a running task was started again"
             started[task] = concurrent.futures.Future()
-            if task is not tasks[3]:
+            if task != tasks[3]:
                 started[task].set_result(Built(task=task, artifact=None, failure=None, seconds=0.1))
             return started[task]
 

@@ -20,7 +20,7 @@ from tiledsched.ops.arguments import odd_scale, unserved
 from tiledsched.ops.block_masks import find_lists, types_of
 from tiledsched.ops.flex import flex_lse_operator, flex_operator
 from tiledsched.serve import process
-from tiledsched.serve.execute import has_tangent
+from tiledsched.serve.execute import NotLoadedError, has_tangent
 from tiledsched.serve.plan import beyond_int32
 
 MOST_DROPPED = 0.99
@@ -74,10 +74,15 @@ def attend_masked(
     seed = (torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=q.device),) if dropout_p else ()
     # A float that torch.compile holds for a variable becomes a number only so.
     kernel, lists = kernel_of(score_mod, mask_mod, types_of((*masks, *seed)), dropout_p.__float__()), None
-    if mask_mod is not None and q.shape[2] > FEW_ROWS:  # as many lists as the mask has sequences and heads
-        lists = find_lists(kernel, q[: masks[0].shape[0], : masks[0].shape[1]] if masks else q, k, masks)
     operator = flex_lse_operator if return_lse else flex_operator
-    return operator(q, k, v, lists, [*masks, *seed], kernel, scale)
+    try:
+        if mask_mod is not None and q.shape[2] > FEW_ROWS:  # as many lists as the mask has sequences and heads
+            lists = find_lists(kernel, q[: masks[0].shape[0], : masks[0].shape[1]] if masks else q, k, masks)
+        return operator(q, k, v, lists, [*masks, *seed], kernel, scale)
+    except NotLoadedError:  # in a capture of a graph, for which torch needs no program
+        if is_own():
+            raise
+        return None
 
 
 def kernel_of(score_mod: Any, mask_mod: Any, types: tuple[tuple[int, str], ...], dropout_p: float) -> str:
