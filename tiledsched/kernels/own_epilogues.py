@@ -25,7 +25,7 @@ def kernel_of(product: KernelClass, function: Callable[..., Any], arrays: Sequen
     Raises:
         DeclarationError: the function cannot be compiled, or takes another number of arrays.
     """
-    return kernel_by_code(product.space, {"epilogue": function}, arrays, _maker(product))
+    return kernel_by_code(product.space, {"epilogue": function}, arrays, _maker(product))  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache
