@@ -219,9 +219,8 @@ def _representable(
                 if each.size and not sizes.size:
                     return False
             largest = float(sizes.max()) if sizes.size else 0.0
-            room = (
-                1 if spec.dtype in MANTISSA_BITS else 2
-            )  # what is made 8-bit floats is scaled to their largest, or saturates
+            # What is made 8-bit floats is scaled to their largest, or saturates.
+            room = 1 if spec.dtype in MANTISSA_BITS else 2
             if not math.isfinite(largest) or largest > LARGEST.get(spec.dtype, math.inf) / room:
                 return False
             if tame and spec.absolute and largest * ROUNDING.get(spec.dtype, 0.0) > Tolerance.absolute:

@@ -29,9 +29,10 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
+from tiledsched.core.storage import LARGEST
 
 E4M3 = "float8_e4m3fn"
-LARGEST_E4M3 = 448.0
+LARGEST_E4M3 = LARGEST[E4M3]
 """The largest number of the type, to which larger ones are cut."""
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy
 
 import tiledsched.core.fields as ts
+from tiledsched.core import storage
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
@@ -131,8 +132,8 @@ class RowKernel(RowFields, OneFunction):
         return (grid_blocks(-(-p.rows // s.number("TILE_ROWS")), s, device, persistent=bool(s["PERSISTENT"])),)
 
 
-LARGEST, LEAST_HIGHEST = 448.0, 1e-12
-"""Those of `rows`."""
+LARGEST, LEAST_HIGHEST = storage.LARGEST["float8_e4m3fn"], 1e-12
+"""Those of `rows`, whose tile code names them as numbers."""
 ROUNDING_ERROR = 0.06
 """Largest relative error of rows over their scale: rounding to four significant bits costs at most 1/17 of a number. That holds
 for each element, so for tiles of any size, and where an element lies between two numbers and is rounded either way.

@@ -390,7 +390,7 @@ class Rivals(Link):
         raced = question.nearest(each for each in question.alike if each.rivals)
         if raced > NEAR_ENOUGH and table.spec and table.timed:
             ours_us = table.modelled_us(problem, served.schedule)
-            forecasts = table.timed.forecast(problem, ours_us, table.modelled_us(problem))
+            forecasts = table.timed.forecast(problem, ours_us, table.modelled_us(problem, question.default))
             if forecasts:
                 return replace(served, rivals=forecast_offers(table.kernel, forecasts))
         known = served.expected_loss
