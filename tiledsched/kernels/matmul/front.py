@@ -55,7 +55,7 @@ def matmul(
         DeclarationError: `epilogue` cannot be compiled.
     """
     flat = input if input.ndim == 2 else flat_rows(input)
-    if bias is activation is gate is residual is out_scale is epilogue is None:
+    if bias is activation is gate is residual is out_scale is epilogue is None and not arrays:
         out: Tensor = operator("matmul")(flat, other)
     else:
         rows = None if residual is None else flat_rows(residual)
