@@ -108,14 +108,17 @@ def bounds(name: str, count: int, seed: int, leaves: Sequence[int] = LEAVES) -> 
         {one for each in cases for one in (each.served.schedule, *each.estimated)}, key=lambda one: one.id
     )
     others = served([*asked, *drawn(name, asked, count, seed)])[len(asked) :]
-    losses = numpy.array([[each.loss(one) for one in schedules] for each in cases])
+    losses, risks = (
+        numpy.array([[of(each, one) for one in schedules] for each in cases])
+        for of in (TableChoice.loss, TableChoice.risk)
+    )
     names = [each.names(with_arch=False) for each in cases]
     for most in leaves:
-        tree = grow(names, losses, most)
+        tree = grow(names, risks, most)
         held = [each.loss(schedules[leaf_of(tree, each.names(with_arch=False))]) for each in others]
         anyhow = losses[:, best_few(losses, most)].min(1)
-        fitted = tree.loss / len(cases)
-        yield f"|{name}|{most}|{mean_loss(list(anyhow))}|{math.expm1(fitted):.1%}|{mean_loss(held)}|"
+        fitted = [losses[row, leaf.best] for leaf in tree.leaves() for row in leaf.rows]
+        yield f"|{name}|{most}|{mean_loss(list(anyhow))}|{mean_loss(fitted)}|{mean_loss(held)}|"
 
 
 def pairs(name: str) -> Iterator[tuple[float, bool, float, float]]:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ MODEL = 0.5
 products seem to lose three times what they do; with half of it, 1.6 times, and those of attention 0.6 times (docs/bake.md)."""
 DOUBT = 0.05
 """What is added to the estimate for a schedule that no problem near by names: the lowest of many estimates is too low."""
+ERROR = 0.12
+"""Standard error of an estimate: 0.11 to 0.14 over 912 pairs of problem and schedule (`docs.studies.bake_bounds --estimates`)."""
 ARRAY = re.compile(r"(\w+)\[([\dx]+)[^\]]*\]")
 """An array among the values of a remembered search: its type, its sizes, and maybe strides."""
 
@@ -60,6 +63,14 @@ class TableChoice:
         """What is known of a schedule, 0 or more."""
         same = schedule == self.served.schedule
         return 0.0 if same else max(0.0, self.measured.get(schedule, self.estimated.get(schedule, NEVER)))
+
+    def risk(self, schedule: Schedule) -> float:
+        """The loss to expect where an estimate is as wrong as estimates are; that of a measured schedule is known."""
+        loss = self.loss(schedule)
+        if schedule == self.served.schedule or schedule in self.measured or loss >= NEVER:
+            return loss
+        errors = statistics.NormalDist(0.0, ERROR)
+        return loss * errors.cdf(loss) + ERROR**2 * errors.pdf(loss)
 
     def names(self, *, with_arch: bool) -> dict[str, Any]:
         """By an expression of a launch, what it is here: numbers, flags and words."""
@@ -161,7 +172,7 @@ class Baking:
         served = {each.served.schedule for each in cases}
         others = {one for each in cases for one in each.estimated if not self._exact}
         self.schedules = sorted(served | others, key=lambda each: each.id)
-        lost = [[each.loss(one) for one in self.schedules] for each in cases]
+        lost = [[each.risk(one) for one in self.schedules] for each in cases]
         wrong = [[float(one != each.served.schedule) for one in self.schedules] for each in cases]
         self.tree: Tree = grow(self.names, numpy.array(wrong if self._exact else lost), max_leaves)
         if self.tree.loss >= (1.0 if self._exact else NEVER):
