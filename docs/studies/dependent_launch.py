@@ -36,6 +36,7 @@ from tiledsched.core.storage import strides_of
 from tiledsched.report.document import Table, to_markdown
 
 DECODING = {"seq_q": 1, "dtype": "bfloat16"}
+EIGHT = {"heads": 32, "kv_heads": 8, "seq_k": 8192, "head_dim": 128, "kv8": "head"}
 PRODUCT = {"dtype": "bfloat16", "b_layout": "column"}
 BACKWARD = {"dtype": "bfloat16", "causal": True, "deterministic": True}
 CHAINS: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
@@ -60,6 +61,10 @@ CHAINS: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
         {**BACKWARD, "batch": 1, "heads": 16, "kv_heads": 16, "seq_q": 1024, "seq_k": 1024, "head_dim": 128},
         {},
     ),
+    ("attention", {**DECODING, **EIGHT, "batch": 4}, {}),
+    ("attention", {**DECODING, **EIGHT, "batch": 1, "page": 16, "lengths": True}, {}),
+    ("scaled_matmul", {"m": 16, "n": 7168, "k": 16384, "scales": "block"}, {}),
+    ("scaled_matmul", {"m": 16, "n": 4096, "k": 7168, "scales": "block"}, {}),
 )
 """The kernel, the problem, and what of the served schedule is changed, so that there is a chain."""
 IN_ROW = 20
