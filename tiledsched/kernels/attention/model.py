@@ -298,7 +298,10 @@ def step_cycles(
         lost += SPLIT_STEP * chains * subtiles
     if schedule["lazy_rescale"]:
         lost += LAZY_STEP * chains
-    if spec.producer_warps and not schedule["tma_loads"]:
+    by_threads = not schedule["tma_loads"] or (
+        problem.page and not schedule["loop_split"]
+    )  # a masked step reads pages itself
+    if spec.producer_warps and by_threads:
         lost += step_n * (columns_k + columns_v) * problem.key_bytes / COPIED_BYTES_PER_CYCLE
     if problem.kv8:
         lost += step_n * ((columns_k + columns_v) * CONVERTED + columns_v * TRANSPOSED * (tile_m >= WARPGROUP_ROWS))

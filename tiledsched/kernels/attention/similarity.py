@@ -21,6 +21,8 @@ WIDE_TILE = 128
 """Keys of the widest tile that wins."""
 NARROW_ROWS, NARROW_TILES = 16, ((128, 2), (64, 3))
 """Rows of tiles, and keys of tiles with blocks of an SM, for few rows over keys in 8 bits."""
+SCALAR_PAGES = 16, 32, 64, 128
+"""Sizes of pages that tiles of several can find one by one."""
 WIDE_HEAD, SMALL_TILE = 128, 32
 """Rows of more than 128 columns that threads copy leave registers for tiles of 32 keys."""
 TIMING_OCTAVES = (3.0, 7.5, 6.0, 9.0, 2.25)
@@ -135,10 +137,13 @@ class AttentionSimilarity(Similarity):
                     occupancy=blocks,
                     num_worker_warps=4,
                     loop_split=bool(q.page),
-                    page_lookup="scalar" if q.page in (16, 32) else "gather",
+                    page_lookup="scalar" if q.page in SCALAR_PAGES[:2] else "gather",
                 )
                 for keys, blocks in NARROW_TILES
             )
+        if q.page and not p.page and q.mean_rows <= FEW_ROWS:
+            lookup = "scalar" if q.page in SCALAR_PAGES and s.number("tile_n") > q.page else "gather"
+            return (s.replace(loop_split=True, page_lookup=lookup),)
         masked = any(skips_keys(each) or each.spanned for each in (p, q))
         if masked or s["loop_split"] or q.mean_rows <= FEW_ROWS or q.mean_keys <= FEW_KEYS:
             return ()

@@ -47,6 +47,8 @@ BLOCK = 128
 """Elements of k, and columns of B, that share a scale where blocks have scales."""
 PROMOTED_K = 128
 """Elements of k after which sums of products are added to float32 ones: four wgmma instructions (QGMMA and FADD in the code)."""
+FAR = 10.0
+"""A distance at which times of rivals say nothing of each other; at 1 they share half of what they have in common."""
 MOST_SUMS = 64 * 128
 """Sums of a group of four warps, beyond which those in float32 and those in the tensor cores together spill registers."""
 SPILLED_SUMS = 2.5
@@ -108,12 +110,10 @@ class ScaledMatmulSimilarity(ProductSimilarity):
     """How products of 8-bit floats compare."""
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
-        """Octaves of the sizes and of C, four and six to one; and where products are summed. None with scales of blocks, for
-        which others have programs of their own."""
-        if p.blocks:
-            return ()
+        """Octaves of the sizes and of C, four and six to one; and where products are summed. With scales of blocks, for which
+        others have programs of their own, a place far from all without."""
         sizes = math.log2(p.m) / 4, math.log2(p.n) / 4, math.log2(p.k) / 4, math.log2(p.m * p.n) / 6
-        return (*sizes, float(p.fast_accum), 0.3 * (p.scales == "row"))
+        return (*sizes, float(p.fast_accum), 0.3 * (p.scales == "row"), FAR * p.blocks)
 
 
 class ScaledMatmul(Product, Kernel):
