@@ -22,13 +22,14 @@ from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
 from tiledsched.serve.execute import has_tangent, is_traced, is_transformed, launch_first
 from tiledsched.serve.flops import inform_counters
+from tiledsched.serve.gradients import eager_apply
 from tiledsched.serve.op import define
 from tiledsched.serve.plan import Plan
-from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
+from tiledsched.serve.plan_cache import PlanCache, are_ordinary
 
 NO_TANGENT = "forward-mode derivatives are asked for and the kernel has none"
 ARGUMENTS = f"Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, {SCHEMA}, bool? deterministic=None"
-trained: PlanCache[Plan] = PlanCache(plan_key)
+trained: PlanCache[Plan] = PlanCache(plan_key, trains=True)
 """The plans in `cache` whose calls were found to be differentiable."""
 
 
@@ -109,27 +110,11 @@ def serve_checked(
     return operator(q, k, v, causal, scale, *(() if features is NO_FEATURES else features))
 
 
-def find_trained(q: Any, k: Any, v: Any, causal: str | None, scale: float | None) -> Plan | None:
-    """The plan of a call without features whose gradients are required, if it needs nothing but a launch."""
-    if not needs_gradients(q, k, v):
-        return None
-    plan = trained.ready.get(plan_key(q, k, v, causal, scale, True))
-    return plan if plan is not None and are_ordinary((q, k, v)) else None
-
-
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Floating-point tensors cast to autocast's dtype, but for float64, and keys and values in 8 bits."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     kept = (torch.float64, EIGHT_BIT_DTYPE)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in kept else x for x in tensors)
-
-
-def _keep_trained(key: tuple[Any, ...]) -> None:
-    """Have :func:`find_trained` find the plan of `key`, if it was launched."""
-    with lock:
-        plan = cache.ready.get(key)
-        if plan is not None:
-            trained.keep_ready(key, trained.find(key, lambda: plan))  # type: ignore[arg-type]
 
 
 class DifferentiableAttention(torch.autograd.Function):
@@ -142,15 +127,18 @@ class DifferentiableAttention(torch.autograd.Function):
         k: Any,
         v: Any,
         sinks: Any,
-        causal: str | None,
-        scale: float | None,
-        features: AttentionFeatures,
-        deterministic: bool | None,
+        options: tuple[str | None, float | None, AttentionFeatures, bool | None],
         lse: bool,
         plan: Plan | None = None,
     ) -> Any:
-        """The output; with `lse` also the log-sum-exp. A `plan` is one that was launched before."""
+        """The output; with `lse` also the log-sum-exp.
+
+        Args:
+            options: causal, scale, the features, and whether gradients must be the same in every call.
+            plan: one that was launched before.
+        """
         ctx.set_materialize_grads(False)
+        causal, scale, features, deterministic = options
         arrays = () if features is NO_FEATURES else features.tensors
         if plan is not None or (
             not is_transformed() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
@@ -159,7 +147,7 @@ class DifferentiableAttention(torch.autograd.Function):
                 out, sums = launch_attention(plan, q, k, v, True, features, keep_zeros=True)
             else:
                 out, sums = attend(q, k, v, causal, scale, True, features, deterministic)
-                _keep_trained(plan_key(q, k, v, causal, scale, True, features))
+                trained.follow(cache, plan_key(q, k, v, causal, scale, True, features))
             sums = sums.data  # no view: among several results torch allows no change of one in place
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -168,21 +156,26 @@ class DifferentiableAttention(torch.autograd.Function):
                 else:
                     out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
         ctx.save_for_backward(q, k, v, out, sums, *arrays)
-        ctx.options = causal, scale, features.with_tensors((None,) * len(arrays)) if arrays else features, deterministic
+        if arrays:
+            options = causal, scale, features.with_tensors((None,) * len(arrays)), deterministic
+        ctx.options = options
         return (out, sums) if lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
         """The gradients of all inputs, of which those of q, k, v and sinks may be something."""
         if dout is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 7
         saved, (causal, scale, features, deterministic) = ctx.saved_tensors, ctx.options
         features = features if features is NO_FEATURES else features.with_tensors(saved[5:])
         found = gradients(dout, dlse, saved[:5], causal, scale, features, deterministic)
         wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
         if wanted[3] is not None:
             wanted[3] = wanted[3].to(features.sinks.dtype)
-        return (*wanted, None, None, None, None, None, None)
+        return (*wanted, None, None, None)
+
+
+differentiable_attention = eager_apply(DifferentiableAttention)
 
 
 def forward_flops(q: Any, k: Any, v: Any, causal: Any = None, scale: Any = None, *given: Any, out_val: Any) -> int:
@@ -248,8 +241,8 @@ def _register(name: str, result: str, lse: bool) -> Any:
             report(reason)
             return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
         if differentiable:
-            more = (causal, scale, features, deterministic, lse, plan)
-            return DifferentiableAttention.apply(q, k, v, features.sinks, *more)
+            options = (causal, scale, features, deterministic)
+            return DifferentiableAttention.apply(q, k, v, features.sinks, options, lse, plan)
         if plain:
             return attend(q, k, v, causal, scale, lse, features, deterministic)
         with torch._C._AutoDispatchBelowAutograd():

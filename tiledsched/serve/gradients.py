@@ -1,13 +1,22 @@
-"""The gradient of an operator that a second operator computes: which array of the one is which of the other."""
+"""Gradients of operators: how a call of which they are required joins torch's autograd, and, where a second operator computes
+them, which array of the one is which of the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tiledsched.core.errors import ConfigError, did_you_mean
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema, Parameter
+
+
+def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for ordinary tensors outside of transforms, without what torch does for others, which takes it longer than
+    all else of an apply."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +67,6 @@ class JoinedBackward:
 
 def _zeros(shape: Any, dtype: Any, device: Any) -> Any:
     """The gradient of an output that nothing depends on."""
-    import torch
-
     return torch.zeros(shape, dtype=dtype, device=device)
 
 

@@ -74,12 +74,13 @@ def call_key(*call: Any) -> tuple[Any, ...]:
 class PlanCache(Generic[P]):
     """The plans of one operator, for any number of threads."""
 
-    __slots__ = ("_found_last", "_key_of", "_others", "building", "last_of_kind", "plans", "ready", "recent")
+    __slots__ = ("_found_last", "_key_of", "_others", "_trains", "building", "last_of_kind", "plans", "ready", "recent")
     every: list[PlanCache[Any]] = []  # noqa: RUF012
 
-    def __init__(self, key_of: Callable[..., tuple[Any, ...]]) -> None:
-        """`key_of(*tensors, *options)` is what a plan depends on."""
-        self._key_of = key_of
+    def __init__(self, key_of: Callable[..., tuple[Any, ...]], *, trains: bool = False) -> None:
+        """`key_of(*tensors, *options)` is what a plan depends on. A cache that `trains` is asked for the plans of calls whose
+        gradients are required, and of no others."""
+        self._key_of, self._trains = key_of, trains
         self.plans: dict[tuple[Any, ...], P | str] = {}
         """Plans by key, or the reason why there is none."""
         self.last_of_kind: dict[Any, tuple[Any, P]] = {}
@@ -118,7 +119,7 @@ class PlanCache(Generic[P]):
 
     def find_by_key(self, tensors: Tensors, options: Options) -> P | None:
         """The plan for a call that needs nothing but launches, where no recent plan matches."""
-        if _gradients():
+        if not self._trains and _gradients():
             for each in tensors:
                 if each.requires_grad:
                     return None
@@ -154,6 +155,13 @@ class PlanCache(Generic[P]):
             if self.plans.get(key) is plan:
                 self.ready[key] = plan
 
+    def follow(self, other: PlanCache[P], key: tuple[Any, ...]) -> None:
+        """Find the plan of `key` here, too, if it is ready in another cache."""
+        with lock:
+            plan = other.ready.get(key)
+            if plan is not None:
+                self.keep_ready(key, self.find(key, lambda: plan))  # type: ignore[arg-type]  # no reason why there is none
+
     def forget(self) -> None:
         """Have every plan made anew."""
         with lock:
@@ -172,7 +180,7 @@ class PlanCache(Generic[P]):
         if compare is None:
             return
         check = compare(*tensors).check
-        if any(each.requires_grad for each in tensors):  # it does not see that gradients are enabled
+        if not self._trains and any(each.requires_grad for each in tensors):  # it does not see that gradients are enabled
             recent = (options, lambda *given: not _gradients() and check(*given), plan)
         else:
             recent = (options, check, plan)
