@@ -22,7 +22,7 @@ from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import AttentionFeatures
+from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
@@ -45,6 +45,7 @@ NO_SECOND = (
 Gradients = tuple[Any, Any, Any, Any]
 """Of q, k, v and sinks; the last is None where there are no sinks."""
 cache: PlanCache[Plan] = PlanCache(call_key)
+_NO_KEY = NO_FEATURES.key
 
 
 def undifferentiable(call: AttentionCall) -> str:
@@ -312,10 +313,15 @@ def gradients(
     """
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
-    tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None]
-    if not (is_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
-        call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
-        return differentiate(call, keep_zeros=True)
+    if not (is_traced() or torch.is_grad_enabled() or is_transformed()):
+        if features is NO_FEATURES and dlse is None:  # the short way, as that of `sdpa`
+            given = q, k, v, out, dout, lse
+            plan = cache.find_ready(given, (causal, scale, _NO_KEY, False, _is_deterministic(deterministic)))
+            if plan is not None:
+                return _four(launch_plan(plan, given, None, False, True))
+        if are_ordinary(each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None):
+            call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
+            return differentiate(call, keep_zeros=True)
     if not is_traced():
         inform_counters()
     if features.backward_operator is not None:
