@@ -269,9 +269,8 @@ class Operator:
         arrays, options = given[: self._arrays], given[self._arrays : self._scalars]
         if not self._irregular:
             return tuple(arrays), tuple(options)
-        in_lists = map(_listed, arrays)
         counts = tuple([len(each) if isinstance(each, (list, tuple)) else each is not None for each in arrays])
-        flat = tuple([each for array in in_lists for each in array])
+        flat = tuple([each for array in map(_listed, arrays) for each in array])
         return flat, (*[tuple(each) if isinstance(each, list) else each for each in options], counts)
 
     def _numbers(self, plan: Plan, given: Sequence[Any]) -> tuple[float, ...]:
@@ -606,8 +605,10 @@ def _listed(each: Any) -> Sequence[Any]:
 def _spread(gradient: Any) -> Any:
     """A gradient whose elements each have a place in memory: of `sum` and the like torch makes one that is expanded, for which
     kernels would be compiled anew. Other things than tensors stay as they are."""
-    if isinstance(gradient, Tensor) and any(
-        stride == 0 and size != 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True)
+    if (
+        isinstance(gradient, Tensor)
+        and 0 in gradient.stride()
+        and any(stride == 0 and size != 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
     ):
         return gradient.contiguous()
     return gradient
