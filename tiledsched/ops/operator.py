@@ -20,16 +20,15 @@ from tiledsched.ops.backward import FEATURES, gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
-from tiledsched.serve.execute import has_tangent, is_traced, is_transformed, launch_first
+from tiledsched.serve.execute import has_tangent, is_plain_call, is_traced, is_transformed, launch_first
 from tiledsched.serve.flops import inform_counters
-from tiledsched.serve.gradients import eager_apply
 from tiledsched.serve.op import define
 from tiledsched.serve.plan import Plan
-from tiledsched.serve.plan_cache import PlanCache, are_ordinary
+from tiledsched.serve.plan_cache import PlanCache, are_ordinary, lock
 
 NO_TANGENT = "forward-mode derivatives are asked for and the kernel has none"
 ARGUMENTS = f"Tensor q, Tensor k, Tensor v, str? causal=None, float? scale=None, {SCHEMA}, bool? deterministic=None"
-trained: PlanCache[Plan] = PlanCache(plan_key, trains=True)
+trained: PlanCache[Plan] = PlanCache(plan_key)
 """The plans in `cache` whose calls were found to be differentiable."""
 
 
@@ -102,6 +101,11 @@ def serve_checked(
     if reason:
         report(reason)
         return attend_in_torch(q, k, v, attn_mask, dropout_p, causal, scale, return_lse, features)
+    if needs_gradients(q, k, v, features.sinks) and not is_traced() and is_plain_call():
+        plan = trained.ready.get(plan_key(q, k, v, causal, scale, True, features))
+        if plan is not None and are_ordinary(each for each in (q, k, v, *features.tensors) if each is not None):
+            options = (causal, scale, features, deterministic)
+            return differentiable_attention(q, k, v, features.sinks, options, return_lse, plan)
     if not is_traced():
         inform_counters()
     operator = sdpa_lse_operator if return_lse else sdpa_operator
@@ -115,6 +119,14 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     kept = (torch.float64, EIGHT_BIT_DTYPE)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in kept else x for x in tensors)
+
+
+def _keep_trained(key: tuple[Any, ...]) -> None:
+    """Have `trained` find the plan of `key`, if it was launched."""
+    with lock:
+        plan = cache.ready.get(key)
+        if plan is not None:
+            trained.keep_ready(key, trained.find(key, lambda: plan))  # type: ignore[arg-type]
 
 
 class DifferentiableAttention(torch.autograd.Function):
@@ -147,7 +159,7 @@ class DifferentiableAttention(torch.autograd.Function):
                 out, sums = launch_attention(plan, q, k, v, True, features, keep_zeros=True)
             else:
                 out, sums = attend(q, k, v, causal, scale, True, features, deterministic)
-                trained.follow(cache, plan_key(q, k, v, causal, scale, True, features))
+                _keep_trained(plan_key(q, k, v, causal, scale, True, features))
             sums = sums.data  # no view: among several results torch allows no change of one in place
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -175,7 +187,8 @@ class DifferentiableAttention(torch.autograd.Function):
         return (*wanted, None, None, None)
 
 
-differentiable_attention = eager_apply(DifferentiableAttention)
+differentiable_attention: Any = super(torch.autograd.Function, DifferentiableAttention).apply
+"""`DifferentiableAttention.apply` for ordinary tensors outside of transforms, without what torch does there for others."""
 
 
 def forward_flops(q: Any, k: Any, v: Any, causal: Any = None, scale: Any = None, *given: Any, out_val: Any) -> int:

@@ -38,7 +38,6 @@ is_traced = torch.compiler.is_dynamo_compiling
 """Whether torch.compile is tracing the caller."""
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _autocast = torch.is_autocast_enabled
-_autocast_dtype = torch.get_autocast_dtype
 _transform_level = torch._C._functorch.maybe_current_level
 _trace_state = torch._C._get_tracing_state
 
@@ -50,13 +49,15 @@ class NotLoadedError(LaunchError):
 def is_plain_call(*cast: Any) -> bool:
     """Whether nothing stands between a call and the launch: no tracing, transform, mode or forward-mode derivative is active, and
     no autocast that changes the type of a tensor of `cast`."""
-    if _dispatch_modes() or _trace_state() or forward_ad._current_level >= 0 or _transform_level() is not None:
-        return False
-    device_type = process.runtime.device_type
-    if not (cast and _autocast(device_type)):
-        return True
-    dtype = _autocast_dtype(device_type)
-    return all([each.dtype is dtype for each in cast])
+    return (
+        not (_dispatch_modes() or _trace_state() or forward_ad._current_level >= 0)
+        and _transform_level() is None
+        and not (
+            cast
+            and _autocast(process.runtime.device_type)
+            and any(each.dtype is not torch.get_autocast_dtype(process.runtime.device_type) for each in cast)
+        )
+    )
 
 
 def is_transformed() -> bool:
@@ -292,7 +293,11 @@ def in_lists(arrays: Sequence[Any], lists: Sequence[int | None]) -> Any:
         lists: for each output the number of arrays in its list; None where it is a single array.
     """
     rest = iter(arrays)
-    found = arrays if lists.count(None) == len(lists) else [next(rest) if count is None else [next(rest) for _ in range(count)] for count in lists]
+    found = (
+        arrays
+        if lists.count(None) == len(lists)
+        else [next(rest) if count is None else [next(rest) for _ in range(count)] for count in lists]
+    )
     return found[0] if len(found) == 1 else tuple(found) if found else None
 
 

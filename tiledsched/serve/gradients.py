@@ -1,22 +1,13 @@
-"""Gradients of operators: how a call of which they are required joins torch's autograd, and, where a second operator computes
-them, which array of the one is which of the other."""
+"""The gradient of an operator that a second operator computes: which array of the one is which of the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tiledsched.core.errors import ConfigError, did_you_mean
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema, Parameter
-
-
-def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` for ordinary tensors outside of transforms, without what torch does for others, which takes it longer than
-    all else of an apply."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +20,9 @@ class JoinedBackward:
     """Inputs of the first."""
     saved: tuple[int, ...]
     """The arrays that are saved, counted through the inputs and then the outputs of the first operator."""
-    arguments: tuple[int, ...]
-    """The other arguments of the first operator that are kept."""
-    values: tuple[Any, ...]
-    """Arguments of the second operator that are the same in every call."""
-    required: frozenset[int]
-    """The outputs of the first operator whose gradients may not be missing: they are zeros where nothing depends on the output."""
-    places: tuple[int, ...]
-    """For each argument of the second operator its place in the row of what is saved, gradients of the outputs, arguments that are
-    kept, and values."""
+    sources: tuple[tuple[str, Any], ...]
+    """Where each argument of the second operator is from: (saved, the array), (gradient, output of the first), (optional, output
+    whose gradient may be missing), (argument, place among those of the first) or (value, itself)."""
     results: tuple[int | None, ...]
     """For each input of the first operator the output of the second that is its gradient; None where it has none."""
 
@@ -45,33 +30,36 @@ class JoinedBackward:
         """Save what the backward needs, and nothing else."""
         outputs = output if isinstance(output, tuple) else (output,)
         arrays = (*inputs[: self.arrays], *outputs)
-        ctx.save_for_backward(*[arrays[place] for place in self.saved])
-        ctx.arguments = [inputs[place] for place in self.arguments]
+        ctx.save_for_backward(*(arrays[place] for place in self.saved))
+        ctx.arguments = {place: inputs[place] for kind, place in self.sources if kind == "argument"}
         ctx.outputs = [(each.shape, each.dtype, each.device) for each in outputs]
         ctx.set_materialize_grads(False)
 
     def __call__(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """The gradients of the first operator's inputs."""
-        needed = [
-            _zeros(*ctx.outputs[place]) if each is None and place in self.required else each
-            for place, each in enumerate(gradients)
-        ]
-        # Saved tensors are read once: what is recomputed under checkpointing is there only once.
-        row = (*ctx.saved_tensors, *needed, *ctx.arguments, *self.values)
-        found = self.backward(*[row[place] for place in self.places])
+        # Read once: what is recomputed under checkpointing is there only once.
+        saved = dict(zip(self.saved, ctx.saved_tensors, strict=True))
+        needed = {
+            place: _zeros(*ctx.outputs[place]) if gradients[place] is None else gradients[place]
+            for kind, place in self.sources
+            if kind == "gradient"
+        }
+        values = {"saved": saved, "argument": ctx.arguments, "gradient": needed, "optional": gradients}
+        given = [source if kind == "value" else values[kind][source] for kind, source in self.sources]
+        found = self.backward(*given)
         found = found if isinstance(found, tuple) else (found,)
         return tuple(
-            [
-                found[place]
-                if place is not None and is_needed
-                else None  # of an input that is missing torch takes nothing else
-                for place, is_needed in zip(self.results, ctx.needs_input_grad, strict=False)
-            ]
+            found[place]
+            if place is not None and is_needed
+            else None  # of an input that is missing torch takes nothing else
+            for place, is_needed in zip(self.results, ctx.needs_input_grad, strict=False)
         )
 
 
 def _zeros(shape: Any, dtype: Any, device: Any) -> Any:
     """The gradient of an output that nothing depends on."""
+    import torch
+
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -98,17 +86,15 @@ def join(name: str, first: OpSchema, backward: Any, names: Mapping[str, str]) ->
     known |= {f"d{word}": ("gradient", n) for n, word in enumerate(first.outputs) if f"d{word}" not in arrays}
     wanted = [names.get(f"d{each}", f"d{each}") for each in first.inputs]
     _refuse_unknown(name, names, first, second)
-    # Where each argument is from: an array that is saved, the gradient of an output, an argument of the first, or a value.
-    sources: list[tuple[str, Any]] = []
-    required = set()
+    sources = []
     for each in second.parameters:
         word = names.get(each.name, each.name)
         if each.kind != "array":
             sources.append(_argument(name, first, backward, each, word))
         elif word in known:
-            sources.append(known[word])
-            if known[word][0] == "gradient" and each.default is NO_DEFAULT:
-                required.add(known[word][1])
+            kind, place = known[word]
+            optional = kind == "gradient" and each.default is not NO_DEFAULT
+            sources.append(("optional" if optional else kind, place))
         elif each.default is not NO_DEFAULT:
             sources.append(("value", None))
         else:
@@ -116,20 +102,11 @@ def join(name: str, first: OpSchema, backward: Any, names: Mapping[str, str]) ->
     for word in second.outputs:
         if word not in wanted:
             raise _no_match(f"{backward.name}, output {word}", name, [f"d{each}" for each in first.inputs], word, "dX")
-    saved = tuple(dict.fromkeys(place for kind, place in sources if kind == "saved"))
-    arguments = tuple(place for kind, place in sources if kind == "argument")
-    values = tuple(value for kind, value in sources if kind == "value")
-    parts = {"saved": saved, "gradient": range(len(first.outputs)), "argument": arguments}
-    row = [(kind, place) for kind, part in parts.items() for place in part]
-    rest = iter(range(len(row), len(row) + len(values)))
     return JoinedBackward(
         backward=backward,
         arrays=len(first.inputs),
-        saved=saved,
-        arguments=arguments,
-        values=values,
-        required=frozenset(required),
-        places=tuple(next(rest) if each[0] == "value" else row.index(each) for each in sources),
+        saved=tuple(dict.fromkeys(place for kind, place in sources if kind == "saved")),
+        sources=tuple(sources),
         results=tuple(second.outputs.index(word) if word in second.outputs else None for word in wanted),
     )
 

@@ -42,14 +42,13 @@ from tiledsched.serve.execute import (
 )
 from tiledsched.serve.explain import Explanation
 from tiledsched.serve.flops import inform_counters, set_formula
-from tiledsched.serve.gradients import eager_apply, join
+from tiledsched.serve.gradients import join
 from tiledsched.serve.plan import Plan, beyond_int32, choose, make_plan, overlaps_itself, torch_type
 from tiledsched.serve.plan_cache import PlanCache, are_ordinary, call_key
 from tiledsched.serve.schema import NO_DEFAULT, OpSchema
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _PLAIN = (Tensor, TorchParameter)
-_gradients = torch.is_grad_enabled
 _operators: dict[str, Operator] = {}
 _library_of = functools.cache(functools.partial(torch.library.Library, kind="FRAGMENT"))
 
@@ -97,8 +96,6 @@ class Operator:
         self._setup: Callable[..., Any] | None = None
         self._is_backward = False
         self.cache: PlanCache[Plan] = PlanCache(call_key)
-        self._trained: PlanCache[Plan] = PlanCache(call_key, trains=True)
-        self._apply = eager_apply(_differentiable(self))
         self.use(schema)
         self._overload = _register(self)
 
@@ -109,9 +106,10 @@ class Operator:
         kinds = [each.kind for each in schema.parameters]
         self._arrays = len(schema.inputs)
         self._scalars = len(kinds) - kinds.count("scalar")
-        self._has_rivals = not (schema.changed or "list" in kinds)  # they take single arrays and change none
-        listed = any(schema.kernel.array_fields[name].listed for name in schema.outputs)
-        self._trains = self._has_rivals and not listed  # torch's autograd has no lists
+        # Rivals, and autograd functions of torch, take and return single arrays and change none.
+        self._is_usual = not (
+            schema.changed or "list" in kinds or any(self.kernel.array_fields[name].listed for name in schema.outputs)
+        )
         defaults = tuple(each.default for each in schema.parameters)
         self._tails = {
             count: defaults[count:] for count in range(len(defaults) + 1) if NO_DEFAULT not in defaults[count:]
@@ -125,7 +123,6 @@ class Operator:
             or any(each.type == "SymInt[]" for each in schema.parameters)
         )
         self.cache.forget()
-        self._trained.forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By name: another process makes the operator anew, with its gradient, from the file or module of the kernel."""
@@ -166,13 +163,10 @@ class Operator:
                 if plan is not None:
                     usual = tail is not None and count <= self._scalars
                     return launch_plan(plan, tensors, None if usual else self._numbers(plan, given), keep_zeros=True)
-                if self._trains and _gradients():
-                    plan = self._trained.find_ready(tensors, options)
+                if self._is_usual and torch.is_grad_enabled():
+                    plan = self.cache.find_ready(tensors, options, True)
                     if plan is not None:
-                        return self._apply(*given, plan)
-                    result = self._overload(*given)
-                    self._trained.follow(self.cache, call_key(*tensors, *options))
-                    return result
+                        return _call_differentiably(*given, self, plan)
         else:
             inform_counters()
         return self._overload(*given)
@@ -296,11 +290,10 @@ class Operator:
         schema = self.schema
         p = self._named_errors(schema.problem, given)
         results = schema.results(given)
-        plain = self._has_rivals and not any(each.listed for each in results)
         for name, each in zip(schema.inputs, given, strict=False):
             if beyond_int32(_listed(each)) and not self.kernel.array_spec(name, p).wide:
                 return f"{name} is not contiguous and spans more than 2**31 elements; call .contiguous() on it"
-        decision = choose(self.name, p, tensors, (lambda: self.kernel.rivals(p)) if plain else None, served)
+        decision = choose(self.name, p, tensors, (lambda: self.kernel.rivals(p)) if self._is_usual else None, served)
         if isinstance(decision, str):
             return decision
         inputs = {name: each for name, each in zip(schema.inputs, given, strict=False) if each is not None}
@@ -348,7 +341,7 @@ class Operator:
             return self._by_reference(self._named_errors(self.schema.problem, given), given, self._fake(*given))
         plan = self._find(key, given, tensors)
         numbers = dict(zip(plan.numbers, self._numbers(plan, given), strict=True))
-        computes = stand_in(plan.problem, numbers) if self._has_rivals else None
+        computes = stand_in(plan.problem, numbers) if self._is_usual else None
         return launch_first(
             self.cache,
             key,
@@ -504,24 +497,28 @@ class Operator:
         return None
 
 
-def _differentiable(made: Operator) -> type[torch.autograd.Function]:
-    """A call of an operator whose gradients are required, with a plan that was launched before. Without one torch's dispatcher
-    does the same, in three times the time."""
+class DifferentiableCall(torch.autograd.Function):
+    """A call of an operator whose gradients are required, by a plan that was launched before. torch's dispatcher does the same,
+    and takes the host longer than all else of the call."""
 
-    class Call(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            given, plan = given[:-1], given[-1]
-            output = launch_plan(plan, made._split(given)[0], made._numbers(plan, given), keep_zeros=True)
-            made._remember(ctx, given, output)
-            return output
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        """The operator's outputs, for its arguments, the operator and the plan."""
+        *arguments, ctx._called, plan = given
+        tensors, numbers = ctx._called._split(arguments)[0], ctx._called._numbers(plan, arguments)
+        output = launch_plan(plan, tensors, numbers, keep_zeros=True)
+        ctx._called._remember(ctx, tuple(arguments), output)
+        return output
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            ctx.needs_input_grad = ctx.needs_input_grad[: len(made.schema.parameters)]  # of the plan there is none
-            return (*made._differentiate(ctx, *gradients), None)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The gradients of all inputs."""
+        ctx.needs_input_grad = ctx.needs_input_grad[: len(ctx._called.schema.parameters)]
+        return (*ctx._called._differentiate(ctx, *gradients), None, None)
 
-    return Call
+
+# `apply` without what torch does there for transforms: only calls outside of these come here.
+_call_differentiably = super(torch.autograd.Function, DifferentiableCall).apply
 
 
 def _unpickled(
