@@ -93,7 +93,7 @@ class PlanCache(Generic[P]):
         type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher. Plain tuples, which
         are read fastest; never changed, only replaced, for threads that read them."""
         self.trained: tuple[tuple[Options, Callable[..., bool], P], ...] = ()
-        """The same for calls whose gradients are required."""
+        """Plans and calls, as in `recent`, of calls whose gradients are required."""
         self._found_last: P | None = None
         self._others: tuple[Any, ...] = ({}, {}, {}, {}, (), ())
         """The plans, last plans of kinds, ready plans, programs being built and recent plans of the other numerics."""
