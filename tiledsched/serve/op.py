@@ -454,9 +454,11 @@ class Operator:
                 f"{what} are required and {self.name} has no backward; declare one and join them: "
                 f"op.register_autograd(backward), or {instead}"
             )
+        count = len(self.schema.parameters)  # torch's dispatcher leaves defaults out, and an apply adds to the arguments
+        ctx.needs_input_grad = (*ctx.needs_input_grad, *(False,) * count)[:count]
         found = self._backward(ctx, *map(_spread, gradients))
         found = found if isinstance(found, tuple) else (found,)
-        return (*found, *(None,) * (len(self.schema.parameters) - len(found)))
+        return (*found, *(None,) * (count - len(found)))
 
     def _refuse_transforms(self, kernel: Callable[..., Any], keys: Any, *given: Any) -> Any:
         """What torch calls under autograd: `kernel`, unless a forward-mode derivative is wanted, which launches drop, or a
@@ -513,7 +515,6 @@ class DifferentiableCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """The gradients of all inputs."""
-        ctx.needs_input_grad = ctx.needs_input_grad[: len(ctx._called.schema.parameters)]
         return (*ctx._called._differentiate(ctx, *gradients), None, None)
 
 
