@@ -141,8 +141,7 @@ def sdpa(
                 if not return_lse:
                     return launch_plan(plan, (q, k, v), None, False, True)
                 return launch_attention(plan, q, k, v, True, keep_zeros=True)
-            if needs_gradients(q, k, v):
-                plan = trained.find_ready((q, k, v), (alignment, scale, True), True)
+            plan = trained.find_ready((q, k, v), (alignment, scale, True), True) if needs_gradients(q, k, v) else None
             if plan is not None:
                 options = (alignment, scale, NO_FEATURES, deterministic)
                 return differentiable_attention(q, k, v, None, options, return_lse, plan)

@@ -454,7 +454,8 @@ class Operator:
                 f"{what} are required and {self.name} has no backward; declare one and join them: "
                 f"op.register_autograd(backward), or {instead}"
             )
-        count = len(self.schema.parameters)  # torch's dispatcher leaves defaults out, and an apply adds to the arguments
+        # torch's dispatcher leaves defaults out, and `DifferentiableCall` has two arguments more.
+        count = len(self.schema.parameters)
         ctx.needs_input_grad = (*ctx.needs_input_grad, *(False,) * count)[:count]
         found = self._backward(ctx, *map(_spread, gradients))
         found = found if isinstance(found, tuple) else (found,)
@@ -507,8 +508,9 @@ class DifferentiableCall(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Any:
         """The operator's outputs, for its arguments, the operator and the plan."""
         *arguments, ctx._called, plan = given
-        tensors, numbers = ctx._called._split(arguments)[0], ctx._called._numbers(plan, arguments)
-        output = launch_plan(plan, tensors, numbers, keep_zeros=True)
+        output = launch_plan(
+            plan, ctx._called._split(arguments)[0], ctx._called._numbers(plan, arguments), keep_zeros=True
+        )
         ctx._called._remember(ctx, tuple(arguments), output)
         return output
 
