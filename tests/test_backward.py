@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from attention_gradients import errors, exact_gradients
-from serve_on_cpu import tensors
+from serve_on_cpu import capturing, rows_first, tensors
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tiledsched as ts
@@ -17,7 +17,7 @@ from tiledsched import configure
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention_backward import AttentionBackward
-from tiledsched.ops import backward, sdpa as serve
+from tiledsched.ops import backward, operator, plans, sdpa as serve
 from tiledsched.ops.backward import sdpa_backward_operator
 from tiledsched.ops.operator import sdpa_lse_operator
 from tiledsched.ops.varlen import sdpa_paged, sdpa_varlen
@@ -181,6 +181,111 @@ def test_empty_tensors_have_gradients(launches, left_to_torch, shapes) -> None:
     serve.sdpa(q, k, v).sum().backward()
     for each in (q, k, v):
         assert torch.equal(each.grad, torch.zeros_like(each))
+
+
+# Calls like earlier ones, which torch's dispatcher does not see
+
+
+def casting(call):
+    def cast(*given):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return call(*given)
+
+    return cast
+
+
+def saving_elsewhere(call):
+    def saved(*given):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            return call(*given)
+
+    return saved
+
+
+AROUND = {
+    "nothing": lambda call: call,
+    "autocast": casting,
+    "hooks": saving_elsewhere,
+    "checkpoint": lambda call: functools.partial(checkpoint, call, use_reentrant=False),
+    "reentrant checkpoint": lambda call: functools.partial(checkpoint, call, use_reentrant=True),
+}
+ASKED = {"plain": {}, "features": {"window": 7, "sinks": SINKS}}
+
+
+@pytest.fixture
+def warm(launches, monkeypatch):
+    """Makes calls until their plans are tried first, and then has calls of the dispatcher fail."""
+
+    def make(given, dout, **asked):
+        for _ in range(4):
+            taken(serve.sdpa(*given, causal=True, **asked), given, dout)
+        dispatched = operator.sdpa_operator
+        monkeypatch.setattr(
+            operator, "sdpa_operator", lambda *all: None if torch.is_grad_enabled() else dispatched(*all)
+        )
+        monkeypatch.setattr("tiledsched.ops.backward.differentiate", None)
+        launches.clear()
+
+    return make
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("around", AROUND)
+def test_a_call_like_earlier_ones_is_not_dispatched(launches, warm, around, asked) -> None:
+    q, k, v = given = [rows_first(each).requires_grad_() for each in tensors(heads=4)]
+    dout = torch.randn(1, 24, 4, 16).half().transpose(1, 2)
+    warm(given, dout, **ASKED[asked])
+    call = functools.partial(serve.sdpa, causal=True, **ASKED[asked])
+    found = AROUND[around](call)(*given)
+    found.backward(dout)
+    right([each.grad for each in given], exact_gradients(q, k, v, dout, causal=True, **ASKED[asked])[:3])
+    assert len(launches) == 4 + ("sinks" in ASKED[asked]) + ("checkpoint" in around)
+    assert found.stride() == q.stride()
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True)])
+def test_a_call_like_earlier_ones_of_which_others_require_gradients(launches, warm, wanted) -> None:
+    q, k, v = given = leaves()
+    warm(given, dout := torch.randn_like(q))
+    for each, needed in zip(given, wanted, strict=True):
+        each.requires_grad_(needed)
+    for _ in range(3):
+        out, sums = serve.sdpa(q, k, v, is_causal=True, return_lse=True)
+        found = torch.autograd.grad(out, [each for each in given if each.requires_grad], dout)
+    exact = exact_gradients(q, k, v, dout, causal=True)
+    right(found, [each for each, needed in zip(exact, wanted, strict=True) if needed])
+    with pytest.raises(RuntimeError, match="second time"):
+        sums.sum().backward()
+    with torch.no_grad():
+        assert not serve.sdpa(q, k, v, is_causal=True, return_lse=True)[0].requires_grad
+
+
+def test_what_changes_after_a_call_is_noticed_by_the_next(launches, monkeypatch) -> None:
+    """The dispatcher, modes, other numerics, another type under autocast, and second derivatives."""
+    q, k, v = given = leaves()
+    for _ in range(4):
+        out = serve.sdpa(q, k, v)
+        out.backward(torch.ones_like(out))
+    plan = operator.trained.ready[plans.plan_key(q, k, v, None, None, True)]
+    with ts.batch_invariant():
+        assert operator.trained.find_ready(given, (None, None, True), True) is None
+        right(taken(serve.sdpa(q, k, v), given, torch.ones_like(q))[1], exact_gradients(q, k, v, torch.ones_like(q)))
+    assert operator.trained.find_ready(given, (None, None, True), True) is plan
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert serve.sdpa(q, k, v).dtype == torch.bfloat16
+    with capturing():
+        taken(serve.sdpa(q, k, v), given, torch.ones_like(q))
+    first = torch.autograd.grad(serve.sdpa(q, k, v), given, torch.ones_like(q), create_graph=True)
+    with pytest.raises(UnsupportedError, match="second derivatives"):
+        first[0].sum().backward()
+    torch.use_deterministic_algorithms(True)
+    try:
+        taken(serve.sdpa(q, k, v), given, torch.ones_like(q))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {each.deterministic for each in plans_made()} == {False, True}
+    with configure(compile="wait"):
+        assert operator.trained.ready == {}
 
 
 # Under torch's machinery

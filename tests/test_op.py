@@ -56,10 +56,11 @@ def normed(x, w, residual=None, eps=1e-5):
 
 def norm_gradients(ctx, dy):
     """By the formula; `ctx.others` is `eps`."""
-    (x, w), dy = (each.float() for each in ctx.saved_tensors), dy.float()
+    saved = ctx.saved_tensors
+    (x, w), dy = (each.float() for each in saved), dy.float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.others[-1])
     dx = dy * w * scale - x * (dy * w * x).mean(-1, keepdim=True) * scale**3
-    return dx.to(ctx.saved_tensors[0].dtype), (dy * x * scale).sum(0).to(ctx.saved_tensors[1].dtype)
+    return dx.to(saved[0].dtype), (dy * x * scale).sum(0).to(saved[1].dtype)
 
 
 norm = ts.op("tiledsched_tests::rms_norm", kernels.RmsNorm)

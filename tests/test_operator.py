@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +19,14 @@ from test_sdpa_features import KEYS, LENGTHS, ROWS, SINKS, STARTS, packed_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
 from tiledsched import configure
 from tiledsched.core.errors import ConfigError, UnsupportedError
 from tiledsched.ops import sdpa as serve
 from tiledsched.ops.operator import sdpa_lse_operator, sdpa_operator
+from tiledsched.serve.op import _operators
 
 pytestmark = pytest.mark.usefixtures("fresh")
 causal = partial(serve.sdpa, causal=True)
@@ -183,6 +186,44 @@ def test_gradients_come_from_a_function_and_only_where_they_are_wanted(launches)
         assert not trained(x, w.clone().requires_grad_()).requires_grad
 
 
+DIFFERENTIATED = {
+    "a function": (trained, made(), (3,)),
+    "an operator": (ts.rms_norm, made(), ()),
+    "rows of rows": (ts.rms_norm, (made()[0][None], made()[1]), (0.5,)),
+    "the output is saved": (ts.softmax, made()[:1], ()),
+    "a product": (ts.matmul, (torch.randn(5, 24).half(), torch.randn(24, 7).half()), ()),
+    "an input is missing": (lambda *given: affine(*given, factor=0.5)[0], (torch.randn(40), torch.randn(40)), ()),
+}
+
+
+@pytest.mark.parametrize("saves", [nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_a_call_like_earlier_ones_is_not_dispatched(launches, monkeypatch, name, saves) -> None:
+    """Its gradients have the bits that they had; also of some inputs alone, checkpointed, and where nothing is recorded."""
+    call, given, more = DIFFERENTIATED[name]
+    given, found = [each.clone().requires_grad_() for each in given], []
+
+    def called(call):
+        with torch.autocast("cpu", dtype=torch.bfloat16), saves():
+            return call(*given, *more)
+
+    for turn in range(4):
+        if turn == 2:
+            for each in _operators.values():
+                monkeypatch.setattr(each, "_overload", None)
+        out = called(call)
+        dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+        found += [(out, *torch.autograd.grad(out, given, dout, retain_graph=True)) for _ in range(2)]
+    out = called(partial(checkpoint, call, use_reentrant=False))
+    found.append((out, *torch.autograd.grad(out, given, dout)))
+    assert all(torch.equal(*pair) for each in found for pair in zip(found[0], each, strict=True))
+    given[-1].requires_grad_(len(given) == 1)
+    (alone,) = torch.autograd.grad(called(call), given[:1], dout)
+    assert torch.equal(alone, found[0][1])
+    with torch.no_grad():
+        assert not call(*given, *more).requires_grad
+
+
 def test_gradients_without_a_backward_are_refused(launches) -> None:
     x, w = made()
     with pytest.raises(
@@ -200,10 +241,14 @@ def test_a_setup_context_of_ones_own(launches) -> None:
         ctx.seen = len(inputs), tuple(output.shape)
 
     other = ts.op("tiledsched_tests::with_context", kernels.RmsNorm, residual=False)
-    other.register_autograd(lambda ctx, dy: dy.new_full(ctx.seen[1], ctx.seen[0]), setup_context=setup)
+    other.register_autograd(
+        lambda ctx, dy: dy.new_full(ctx.seen[1], 10 * ctx.seen[0] + len(ctx.needs_input_grad)), setup_context=setup
+    )
     x, w = made()
-    other(x.requires_grad_(), w).sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, 3))
+    for _ in range(3):
+        out = other(x.requires_grad_(), w).sum()
+        for _ in range(2):
+            assert torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], torch.full_like(x, 33))
 
 
 affine = ts.op("tiledsched_tests::affine", kernels.Affine)

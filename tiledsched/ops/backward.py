@@ -22,7 +22,7 @@ from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import AttentionFeatures
+from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
@@ -119,20 +119,18 @@ class BackwardCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Any, ...]:
         """What a launch takes, in the order in which the kernel declares it."""
-        return tuple(self.inputs().values())
+        return _as_declared(*self.forward[:3], self.out, self.dout, self.lse, self.forward.features, self.dlse)
 
     def inputs(self) -> dict[str, Any]:
         """What a launch takes, by the names of the kernel's arrays."""
-        q, k, v, _, _, _, features = self.forward
-        found = {"Q": q, "K": k, "V": v, "Out": self.out, "dOut": self.dout, "Lse": self.lse}
-        if any(each is not None for each in features.tensors):
-            found |= features.feature_arrays(q)
-        return found if self.dlse is None else found | {"dLse": self.dlse}
+        names = (*"QKV", "Out", "dOut", "Lse", *self.forward.features.feature_arrays(self.forward.q), "dLse")
+        return dict(zip(names, self.tensors, strict=False))
 
-    def key(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a plan depends on, of which `tensors` are :attr:`tensors`."""
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a plan depends on."""
         _, _, _, causal, scale, _, features = self.forward
-        return call_key(*tensors, causal, scale, features.key, self.dlse is not None, self.deterministic)
+        return call_key(*self.tensors, causal, scale, features.key, self.dlse is not None, self.deterministic)
 
     def find_plan(self) -> Plan | str:
         """The plan of the call, or why the kernel cannot serve it.
@@ -141,7 +139,7 @@ class BackwardCall(NamedTuple):
             ProblemError: tensors that do not fit together.
             ConfigError: settings that contradict each other, such as a forced knob that makes the schedule invalid.
         """
-        return cache.find(self.key(self.tensors), self.make_plan)
+        return cache.find(self.key, self.make_plan)
 
     def make_plan(self, served: Served | None = None) -> Plan | str:
         """A new plan of the call, or why the kernel cannot serve it.
@@ -206,12 +204,6 @@ class BackwardCall(NamedTuple):
                     f"{name} must be {dtype} {tuple(shape)} on {q.device}, got {each.dtype} {tuple(each.shape)} on {each.device}"
                 )
 
-    def launch(self, plan: Plan, tensors: tuple[Any, ...], first: bool = False, keep_zeros: bool = False) -> Gradients:
-        """The gradients, by the launches of a plan or its rival; see :func:`tiledsched.serve.execute.launch_plan`."""
-        features = self.forward.features
-        extras = () if features.cu_seqlens_q is None else longest_sequence(plan.problem, features)
-        return _four(launch_plan(plan, tensors, None, first, keep_zeros, extras))
-
     def by_torch(self) -> Gradients:
         """The gradients of torch's attention, which is computed once more, laid out like our own."""
         q, k, v, causal, scale, _, features = self.forward
@@ -233,6 +225,22 @@ class BackwardCall(NamedTuple):
             for each, like in zip(found, map(torch.empty_like, (q, k, v)), strict=False)
         ]
         return _four((*laid_out, *found[3:]))
+
+
+def _as_declared(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, features: Any, dlse: Any) -> tuple[Any, ...]:
+    """What a launch takes, in the order in which the kernel declares it."""
+    found = (q, k, v, out, dout, lse)
+    if features is not NO_FEATURES:
+        found = (*found, *features.feature_arrays(q).values())
+    return found if dlse is None else (*found, dlse)
+
+
+def _launch(
+    plan: Plan, tensors: tuple[Any, ...], features: AttentionFeatures, first: bool = False, keep_zeros: bool = False
+) -> Gradients:
+    """The gradients, by the launches of a plan or its rival; see :func:`tiledsched.serve.execute.launch_plan`."""
+    extras = () if features.cu_seqlens_q is None else longest_sequence(plan.problem, features)
+    return _four(launch_plan(plan, tensors, None, first, keep_zeros, extras))
 
 
 def _four(found: Any) -> Gradients:
@@ -269,20 +277,19 @@ def differentiate(call: BackwardCall, *, keep_zeros: bool = False) -> Gradients:
         UnsupportedError: it cannot be served, and the setting `fallback` is `error`.
         LaunchError: the launch failed, or a CUDA graph is being captured and the program never ran.
     """
-    tensors = call.tensors
-    key = call.key(tensors)
+    tensors, features, key = call.tensors, call.forward.features, call.key
     plan = cache.ready.get(key)
     if plan is not None:
-        return call.launch(plan, tensors, keep_zeros=keep_zeros)
+        return _launch(plan, tensors, features, keep_zeros=keep_zeros)
     found = cache.find(key, call.make_plan)
     if isinstance(found, str):
-        report(found, call.forward.features)
+        report(found, features)
         return call.by_torch()
-    q, k, _, causal, _, _, features = call.forward
+    q, k, _, causal, *_ = call.forward
     # torch's gradients are others in their last bits; its attention in full keeps several arrays of the scores' size.
     at_once = computes_at_once(q, k, causal, call.dlse is not None, features, MOST_SCORES // 4)
     stand_in = (lambda plan: in_layout(plan, call.by_torch()[: len(plan.outputs)])) if at_once else None
-    launch = lambda plan: call.launch(plan, tensors, first=True)  # noqa: E731
+    launch = lambda plan: _launch(plan, tensors, features, first=True)  # noqa: E731
     return _four(launch_first(cache, key, found, launch, call.make_plan, None if call.deterministic else stand_in))
 
 
@@ -312,10 +319,15 @@ def gradients(
     """
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
-    tensors = [each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None]
-    if not (is_traced() or torch.is_grad_enabled() or is_transformed()) and are_ordinary(tensors):
-        call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
-        return differentiate(call, keep_zeros=True)
+    if not (is_traced() or torch.is_grad_enabled() or is_transformed()):
+        tensors = _as_declared(q, k, v, out, dout, lse, features, dlse)  # what `as_launched` would copy has no plan
+        options = (causal, scale, features.key, dlse is not None, _is_deterministic(deterministic))
+        plan = cache.find_ready(tensors, options)
+        if plan is not None:
+            return _launch(plan, tensors, features, keep_zeros=True)
+        if are_ordinary(each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None):
+            call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
+            return differentiate(call, keep_zeros=True)
     if not is_traced():
         inform_counters()
     if features.backward_operator is not None:
@@ -356,7 +368,7 @@ class _OnceDifferentiable(torch.autograd.Function):
         raise UnsupportedError(NO_SECOND)
 
 
-def _launch(*given: Any) -> Any:
+def _implementation(*given: Any) -> Any:
     dout, q, k, v, out, lse, causal, scale, *more = given + _DEFAULTS[len(given) - 6 :]
     features, (dlse, deterministic) = AttentionFeatures(*more[:FEATURES]), more[FEATURES:]
     found = differentiate(read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
@@ -403,5 +415,5 @@ def register(name: str, schema: str, launch: Any, fake: Any, formula: Any) -> An
 
 
 sdpa_backward_operator = register(
-    "sdpa_backward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _launch, _fake, backward_flops
+    "sdpa_backward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _implementation, _fake, backward_flops
 )

@@ -153,7 +153,7 @@ def flex(
         and type(arrays) is tuple
         and (scale is None or type(scale) is float)
         and (block_mask is None or type(block_mask) is BlockMask)
-        and is_plain_call()
+        and is_plain_call(q, k, v)
         and not (q.is_nested or k.is_nested or v.is_nested)
     ):
         for each in arrays:
@@ -436,7 +436,7 @@ def _register(name: str, result: str, lse: bool) -> Any:
             _check_differentiable(arrays)
             gradient_of(kernel_named(given[0]))  # type: ignore[arg-type]  # refuses functions without a known derivative
             features = FlexFeatures(given[0], lists, arrays)
-            return DifferentiableAttention.apply(q, k, v, None, None, given[1], features, None, lse, None)
+            return DifferentiableAttention.apply(q, k, v, None, (None, given[1], features, None), lse)
         if not is_transformed() and are_ordinary(tensors if lists is None else (*tensors, lists)):
             return launch(q, k, v, lists, arrays, *given)
         with torch._C._AutoDispatchBelowAutograd():

@@ -20,7 +20,7 @@ from tiledsched.ops.backward import FEATURES, gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
-from tiledsched.serve.execute import has_tangent, is_traced, is_transformed, launch_first
+from tiledsched.serve.execute import has_tangent, is_plain_call, is_traced, is_transformed, launch_first
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import define
 from tiledsched.serve.plan import Plan
@@ -101,20 +101,17 @@ def serve_checked(
     if reason:
         report(reason)
         return attend_in_torch(q, k, v, attn_mask, dropout_p, causal, scale, return_lse, features)
+    if needs_gradients(q, k, v, features.sinks) and not is_traced() and is_plain_call():
+        plan = trained.ready.get(plan_key(q, k, v, causal, scale, True, features))
+        if plan is not None and are_ordinary(each for each in (q, k, v, *features.tensors) if each is not None):
+            options = (causal, scale, features, deterministic)
+            return differentiable_attention(q, k, v, features.sinks, options, return_lse, plan)
     if not is_traced():
         inform_counters()
     operator = sdpa_lse_operator if return_lse else sdpa_operator
     if deterministic is not None:
         return operator(q, k, v, causal, scale, *features, deterministic)
     return operator(q, k, v, causal, scale, *(() if features is NO_FEATURES else features))
-
-
-def find_trained(q: Any, k: Any, v: Any, causal: str | None, scale: float | None) -> Plan | None:
-    """The plan of a call without features whose gradients are required, if it needs nothing but a launch."""
-    if not needs_gradients(q, k, v):
-        return None
-    plan = trained.ready.get(plan_key(q, k, v, causal, scale, True))
-    return plan if plan is not None and are_ordinary((q, k, v)) else None
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -125,7 +122,7 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _keep_trained(key: tuple[Any, ...]) -> None:
-    """Have :func:`find_trained` find the plan of `key`, if it was launched."""
+    """Have `trained` find the plan of `key`, if it was launched."""
     with lock:
         plan = cache.ready.get(key)
         if plan is not None:
@@ -142,15 +139,18 @@ class DifferentiableAttention(torch.autograd.Function):
         k: Any,
         v: Any,
         sinks: Any,
-        causal: str | None,
-        scale: float | None,
-        features: AttentionFeatures,
-        deterministic: bool | None,
+        options: tuple[str | None, float | None, AttentionFeatures, bool | None],
         lse: bool,
         plan: Plan | None = None,
     ) -> Any:
-        """The output; with `lse` also the log-sum-exp. A `plan` is one that was launched before."""
+        """The output; with `lse` also the log-sum-exp.
+
+        Args:
+            options: causal, scale, the features, and whether gradients must be the same in every call.
+            plan: one that was launched before.
+        """
         ctx.set_materialize_grads(False)
+        causal, scale, features, deterministic = options
         arrays = () if features is NO_FEATURES else features.tensors
         if plan is not None or (
             not is_transformed() and are_ordinary(each for each in (q, k, v, *arrays) if each is not None)
@@ -168,21 +168,27 @@ class DifferentiableAttention(torch.autograd.Function):
                 else:
                     out, sums = sdpa_lse_operator(q, k, v, causal, scale, *features, deterministic)
         ctx.save_for_backward(q, k, v, out, sums, *arrays)
-        ctx.options = causal, scale, features.with_tensors((None,) * len(arrays)) if arrays else features, deterministic
+        if arrays:
+            options = causal, scale, features.with_tensors((None,) * len(arrays)), deterministic
+        ctx.options = options
         return (out, sums) if lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
         """The gradients of all inputs, of which those of q, k, v and sinks may be something."""
         if dout is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 7
         saved, (causal, scale, features, deterministic) = ctx.saved_tensors, ctx.options
         features = features if features is NO_FEATURES else features.with_tensors(saved[5:])
         found = gradients(dout, dlse, saved[:5], causal, scale, features, deterministic)
         wanted = [each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False)]
         if wanted[3] is not None:
             wanted[3] = wanted[3].to(features.sinks.dtype)
-        return (*wanted, None, None, None, None, None, None)
+        return (*wanted, None, None, None)
+
+
+differentiable_attention: Any = super(torch.autograd.Function, DifferentiableAttention).apply
+"""`DifferentiableAttention.apply` for ordinary tensors outside of transforms, without what torch does there for others."""
 
 
 def forward_flops(q: Any, k: Any, v: Any, causal: Any = None, scale: Any = None, *given: Any, out_val: Any) -> int:
@@ -248,8 +254,8 @@ def _register(name: str, result: str, lse: bool) -> Any:
             report(reason)
             return attend_in_torch(q, k, v, None, 0.0, causal, scale, lse, features)
         if differentiable:
-            more = (causal, scale, features, deterministic, lse, plan)
-            return DifferentiableAttention.apply(q, k, v, features.sinks, *more)
+            options = (causal, scale, features, deterministic)
+            return DifferentiableAttention.apply(q, k, v, features.sinks, options, lse, plan)
         if plain:
             return attend(q, k, v, causal, scale, lse, features, deterministic)
         with torch._C._AutoDispatchBelowAutograd():

@@ -12,13 +12,22 @@ import torch
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError, UnsupportedError
-from tiledsched.ops.arguments import CAUSAL, check_tensors, name_tensors, odd_scale, read_mask, read_scale, unserved
+from tiledsched.ops.arguments import (
+    CAUSAL,
+    check_tensors,
+    name_tensors,
+    needs_gradients,
+    odd_scale,
+    read_mask,
+    read_scale,
+    unserved,
+)
 from tiledsched.ops.backward import BackwardCall, with_empty_results
 from tiledsched.ops.fallback import attend_nested, forget_warnings, report
 from tiledsched.ops.features import FEATURE_ARGUMENTS, NO_FEATURES, Window, read_features
 from tiledsched.ops.flex import FLEX_ARGUMENTS, read_flex
 from tiledsched.ops.masks import attend_masked
-from tiledsched.ops.operator import DifferentiableAttention, cast_for_autocast, find_trained, serve_checked
+from tiledsched.ops.operator import cast_for_autocast, differentiable_attention, serve_checked, trained
 from tiledsched.ops.padding import hidden_ends
 from tiledsched.ops.plans import AttentionCall, find_ready, launch_attention
 from tiledsched.serve.execute import explain_plan, is_plain_call, is_traced, launch_plan
@@ -121,7 +130,7 @@ def sdpa(
         and k_scale is None
         and v_scale is None
         and (scale is None or type(scale) is float)
-        and is_plain_call()
+        and is_plain_call(q, k, v)
         and not (q.is_nested or k.is_nested or v.is_nested)  # type: ignore[union-attr]
     ):
         wanted: Any = is_causal if causal is None else causal
@@ -132,10 +141,10 @@ def sdpa(
                 if not return_lse:
                     return launch_plan(plan, (q, k, v), None, False, True)
                 return launch_attention(plan, q, k, v, True, keep_zeros=True)
-            plan = find_trained(q, k, v, alignment, scale)
+            plan = trained.find_ready((q, k, v), (alignment, scale, True), True) if needs_gradients(q, k, v) else None
             if plan is not None:
-                given = (alignment, scale, NO_FEATURES, deterministic, return_lse, plan)
-                return DifferentiableAttention.apply(q, k, v, None, *given)
+                options = (alignment, scale, NO_FEATURES, deterministic)
+                return differentiable_attention(q, k, v, None, options, return_lse, plan)
     q, k, v = name_tensors(q, k, v, query, key, value)
     features = (window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale)
     return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse, features, deterministic)

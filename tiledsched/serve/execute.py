@@ -46,12 +46,17 @@ class NotLoadedError(LaunchError):
     """A program has not run in this process, and a CUDA graph is being captured."""
 
 
-def is_plain_call() -> bool:
-    """Whether nothing stands between a call and the launch: no tracing, transform, mode, autocast or forward-mode derivative is
-    active."""
+def is_plain_call(*cast: Any) -> bool:
+    """Whether nothing stands between a call and the launch: no tracing, transform, mode or forward-mode derivative is active, and
+    no autocast that changes the type of a tensor of `cast`."""
     return (
-        not (_dispatch_modes() or _autocast() or _trace_state() or forward_ad._current_level >= 0)
+        not (_dispatch_modes() or _trace_state() or forward_ad._current_level >= 0)
         and _transform_level() is None
+        and not (
+            cast
+            and _autocast(process.runtime.device_type)
+            and any(each.dtype is not torch.get_autocast_dtype(process.runtime.device_type) for each in cast)
+        )
     )
 
 
@@ -288,7 +293,11 @@ def in_lists(arrays: Sequence[Any], lists: Sequence[int | None]) -> Any:
         lists: for each output the number of arrays in its list; None where it is a single array.
     """
     rest = iter(arrays)
-    found = [next(rest) if count is None else [next(rest) for _ in range(count)] for count in lists]
+    found = (
+        arrays
+        if lists.count(None) == len(lists)
+        else [next(rest) if count is None else [next(rest) for _ in range(count)] for count in lists]
+    )
     return found[0] if len(found) == 1 else tuple(found) if found else None
 
 

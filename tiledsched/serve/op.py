@@ -106,7 +106,10 @@ class Operator:
         kinds = [each.kind for each in schema.parameters]
         self._arrays = len(schema.inputs)
         self._scalars = len(kinds) - kinds.count("scalar")
-        self._has_rivals = not (schema.changed or "list" in kinds)  # they take single arrays and change none
+        # Rivals, and autograd functions of torch, take and return single arrays and change none.
+        self._is_usual = not (
+            schema.changed or "list" in kinds or any(self.kernel.array_fields[name].listed for name in schema.outputs)
+        )
         defaults = tuple(each.default for each in schema.parameters)
         self._tails = {
             count: defaults[count:] for count in range(len(defaults) + 1) if NO_DEFAULT not in defaults[count:]
@@ -160,6 +163,10 @@ class Operator:
                 if plan is not None:
                     usual = tail is not None and count <= self._scalars
                     return launch_plan(plan, tensors, None if usual else self._numbers(plan, given), keep_zeros=True)
+                if self._is_usual and torch.is_grad_enabled():
+                    plan = self.cache.find_ready(tensors, options, True)
+                    if plan is not None:
+                        return _call_differentiably(*given, self, plan)
         else:
             inform_counters()
         return self._overload(*given)
@@ -256,9 +263,8 @@ class Operator:
         arrays, options = given[: self._arrays], given[self._arrays : self._scalars]
         if not self._irregular:
             return tuple(arrays), tuple(options)
-        in_lists = map(_listed, arrays)
         counts = tuple([len(each) if isinstance(each, (list, tuple)) else each is not None for each in arrays])
-        flat = tuple([each for array in in_lists for each in array])
+        flat = tuple([each for array in map(_listed, arrays) for each in array])
         return flat, (*[tuple(each) if isinstance(each, list) else each for each in options], counts)
 
     def _numbers(self, plan: Plan, given: Sequence[Any]) -> tuple[float, ...]:
@@ -284,11 +290,10 @@ class Operator:
         schema = self.schema
         p = self._named_errors(schema.problem, given)
         results = schema.results(given)
-        plain = self._has_rivals and not any(each.listed for each in results)
         for name, each in zip(schema.inputs, given, strict=False):
             if beyond_int32(_listed(each)) and not self.kernel.array_spec(name, p).wide:
                 return f"{name} is not contiguous and spans more than 2**31 elements; call .contiguous() on it"
-        decision = choose(self.name, p, tensors, (lambda: self.kernel.rivals(p)) if plain else None, served)
+        decision = choose(self.name, p, tensors, (lambda: self.kernel.rivals(p)) if self._is_usual else None, served)
         if isinstance(decision, str):
             return decision
         inputs = {name: each for name, each in zip(schema.inputs, given, strict=False) if each is not None}
@@ -336,7 +341,7 @@ class Operator:
             return self._by_reference(self._named_errors(self.schema.problem, given), given, self._fake(*given))
         plan = self._find(key, given, tensors)
         numbers = dict(zip(plan.numbers, self._numbers(plan, given), strict=True))
-        computes = stand_in(plan.problem, numbers) if self._has_rivals else None
+        computes = stand_in(plan.problem, numbers) if self._is_usual else None
         return launch_first(
             self.cache,
             key,
@@ -449,9 +454,12 @@ class Operator:
                 f"{what} are required and {self.name} has no backward; declare one and join them: "
                 f"op.register_autograd(backward), or {instead}"
             )
+        # torch's dispatcher leaves defaults out, and `DifferentiableCall` has two arguments more.
+        count = len(self.schema.parameters)
+        ctx.needs_input_grad = (*ctx.needs_input_grad, *(False,) * count)[:count]
         found = self._backward(ctx, *map(_spread, gradients))
         found = found if isinstance(found, tuple) else (found,)
-        return (*found, *(None,) * (len(self.schema.parameters) - len(found)))
+        return (*found, *(None,) * (count - len(found)))
 
     def _refuse_transforms(self, kernel: Callable[..., Any], keys: Any, *given: Any) -> Any:
         """What torch calls under autograd: `kernel`, unless a forward-mode derivative is wanted, which launches drop, or a
@@ -490,6 +498,30 @@ class Operator:
         for old, new in pending:
             old.copy_(new)
         return None
+
+
+class DifferentiableCall(torch.autograd.Function):
+    """A call of an operator whose gradients are required, by a plan that was launched before. torch's dispatcher does the same,
+    and takes the host longer than all else of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        """The operator's outputs, for its arguments, the operator and the plan."""
+        *arguments, ctx._called, plan = given
+        output = launch_plan(
+            plan, ctx._called._split(arguments)[0], ctx._called._numbers(plan, arguments), keep_zeros=True
+        )
+        ctx._called._remember(ctx, tuple(arguments), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The gradients of all inputs."""
+        return (*ctx._called._differentiate(ctx, *gradients), None, None)
+
+
+# `apply` without what torch does there for transforms: only calls outside of these come here.
+_call_differentiably = super(torch.autograd.Function, DifferentiableCall).apply
 
 
 def _unpickled(
@@ -573,8 +605,10 @@ def _listed(each: Any) -> Sequence[Any]:
 def _spread(gradient: Any) -> Any:
     """A gradient whose elements each have a place in memory: of `sum` and the like torch makes one that is expanded, for which
     kernels would be compiled anew. Other things than tensors stay as they are."""
-    if isinstance(gradient, Tensor) and any(
-        stride == 0 and size != 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True)
+    if (
+        isinstance(gradient, Tensor)
+        and 0 in gradient.stride()
+        and any(stride == 0 and size != 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
     ):
         return gradient.contiguous()
     return gradient

@@ -74,7 +74,7 @@ def call_key(*call: Any) -> tuple[Any, ...]:
 class PlanCache(Generic[P]):
     """The plans of one operator, for any number of threads."""
 
-    __slots__ = ("_found_last", "_key_of", "_others", "building", "last_of_kind", "plans", "ready", "recent")
+    __slots__ = ("_found_last", "_key_of", "_others", "building", "last_of_kind", "plans", "ready", "recent", "trained")
     every: list[PlanCache[Any]] = []  # noqa: RUF012
 
     def __init__(self, key_of: Callable[..., tuple[Any, ...]]) -> None:
@@ -92,33 +92,36 @@ class PlanCache(Generic[P]):
         """Plans in `ready` and the calls they are for: options, and torch's comparison with the tensors of such a call, in
         type, sizes, strides, dtype, device, layout, requires_grad and the state of torch's dispatcher. Plain tuples, which
         are read fastest; never changed, only replaced, for threads that read them."""
+        self.trained: tuple[tuple[Options, Callable[..., bool], P], ...] = ()
+        """Plans and calls, as in `recent`, of calls whose gradients are required."""
         self._found_last: P | None = None
-        self._others: tuple[Any, ...] = ({}, {}, {}, {}, ())
+        self._others: tuple[Any, ...] = ({}, {}, {}, {}, (), ())
         """The plans, last plans of kinds, ready plans, programs being built and recent plans of the other numerics."""
         self.every.append(self)
 
     def swap(self) -> None:
         """Exchange the plans of calls whose bits must not depend on the batch with those of other calls."""
-        mine = self.plans, self.last_of_kind, self.ready, self.building, self.recent
-        self.plans, self.last_of_kind, self.ready, self.building, self.recent = self._others
+        mine = self.plans, self.last_of_kind, self.ready, self.building, self.recent, self.trained
+        self.plans, self.last_of_kind, self.ready, self.building, self.recent, self.trained = self._others
         self._others, self._found_last = mine, None
 
-    def find_ready(self, tensors: Tensors, options: Options) -> P | None:
+    def find_ready(self, tensors: Tensors, options: Options, trains: bool = False) -> P | None:
         """The plan for a call that needs nothing but launches; None where there is none yet, gradients are
         required, or a tensor is not ordinary.
 
         Args:
             tensors: plain tensors, not nested ones: torch's comparison would end the process.
             options: everything else that a plan depends on.
+            trains: find it also where gradients are required; for callers that have seen that gradients are enabled.
         """
-        for wanted, matches, plan in self.recent:
+        for wanted, matches, plan in self.trained if trains else self.recent:
             if wanted == options and matches(*tensors):
                 return plan
-        return self.find_by_key(tensors, options)
+        return self.find_by_key(tensors, options, trains)
 
-    def find_by_key(self, tensors: Tensors, options: Options) -> P | None:
+    def find_by_key(self, tensors: Tensors, options: Options, trains: bool = False) -> P | None:
         """The plan for a call that needs nothing but launches, where no recent plan matches."""
-        if _gradients():
+        if _gradients() and not trains:
             for each in tensors:
                 if each.requires_grad:
                     return None
@@ -127,7 +130,7 @@ class PlanCache(Generic[P]):
         if found is not None and not are_ordinary(tensors):
             return None
         if found is not None and found is self._found_last:  # twice running: many kinds in turn change nothing
-            self._try_first(key, found, tensors, options)
+            self._try_first(key, found, tensors, options, trains)
         self._found_last = found
         return found
 
@@ -161,10 +164,10 @@ class PlanCache(Generic[P]):
             self.ready.clear()
             self.building.clear()
             self.last_of_kind.clear()
-            self.recent, self._found_last = (), None
-            self._others = ({}, {}, {}, {}, ())
+            self.recent, self.trained, self._found_last = (), (), None
+            self._others = ({}, {}, {}, {}, (), ())
 
-    def _try_first(self, key: tuple[Any, ...], plan: P, tensors: Tensors, options: Options) -> None:
+    def _try_first(self, key: tuple[Any, ...], plan: P, tensors: Tensors, options: Options, trains: bool) -> None:
         """Try `plan` first from now on, where torch's comparison can be used."""
         if len({*map(id, tensors)}) < len(tensors):
             return  # the comparison takes no tensor twice
@@ -172,13 +175,14 @@ class PlanCache(Generic[P]):
         if compare is None:
             return
         check = compare(*tensors).check
-        if any(each.requires_grad for each in tensors):  # it does not see that gradients are enabled
+        if not trains and any(each.requires_grad for each in tensors):  # it does not see that gradients are enabled
             recent = (options, lambda *given: not _gradients() and check(*given), plan)
         else:
             recent = (options, check, plan)
+        name = "trained" if trains else "recent"
         with lock:
             if self.ready.get(key) is plan:  # and not forgotten meanwhile
-                self.recent = (recent, *self.recent[: MAX_RECENT - 1])
+                setattr(self, name, (recent, *getattr(self, name)[: MAX_RECENT - 1]))
 
 
 @functools.cache

@@ -40,8 +40,9 @@ def rms_norm(
         pinned = {"residual": residual is not None}
         return call_quantized("rms_norm_quantized", [rows, *added, weight], quantize, input, pinned, eps=eps)
     if residual is None:
-        return operator("rms_norm")(rows, weight, eps=eps).reshape(input.shape)
-    out, total = operator("rms_norm", residual=True)(rows, *added, weight, eps=eps)
+        out = operator("rms_norm")(rows, weight, eps)
+        return out if input.ndim == 2 else out.reshape(input.shape)
+    out, total = operator("rms_norm", residual=True)(rows, *added, weight, eps)
     return out.reshape(input.shape), total.reshape(input.shape)
 
 

@@ -15,4 +15,4 @@ def softmax(input: Tensor) -> Tensor:
         ProblemError, UnsupportedError: types that are not served, or no CUDA tensors.
     """
     out: Tensor = operator("softmax")(flat_rows(input))
-    return out.reshape(input.shape)
+    return out if input.ndim == 2 else out.reshape(input.shape)
