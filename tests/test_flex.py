@@ -8,6 +8,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import cuda.tile as ct
 import numpy as np
@@ -24,8 +25,10 @@ from tiledsched.core.launches import signature, steps
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import InterpreterError, SmallDevice, run_schedule
 from tiledsched.kernels.attention import lists, variants
+from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.lists import lists_kernel
 from tiledsched.kernels.attention.loads import load_tile
+from tiledsched.kernels.attention.scheduler import coordinates
 from tiledsched.kernels.attention.variants import code_of, declare, flex_attention, list_blocks
 
 SLOPES = {"slopes": ts.array("heads", dtype="float32")}
@@ -120,6 +123,11 @@ CASES = {
     "bfloat16": (CAUSAL, {"dtype": "bfloat16", "head_dim": 40, "lse": True}, {"loop_split": True}),
     "unbounded": (CAUSAL, {"seq_q": 256, "seq_k": 256}, {"q_subtiles": 2, "kv_subtiles": 2, "check_bounds": False}),
     "uneven": (CAUSAL, {"seq_q": 300, "heads": 3, "kv_heads": 3}, UNEVEN),
+    "swizzled": (
+        CAUSAL,
+        {"seq_q": 400, "batch": 5, **GROUP},
+        {"block_order": "swizzled", "tile_n": 32, "loop_split": True},
+    ),
     "near": (NEAR, {"seq_q": 300}, {"tile_m": 128, "tile_n": 128, "loop_split": True}),
     "near with sinks": (NEAR, {"seq_q": 300, "sinks": True, "lse": True}, NARROW),
     "two parts": (NEAR, {"seq_q": 64, "head_dim": 96}, SPLIT | {"column_parts": 2, "lazy_rescale": True}),
@@ -174,6 +182,25 @@ def test_the_cases_keep_what_the_space_says_must_hold():
     for kernel, sizes, knobs in CASES.values():
         p, s = case_of(kernel, sizes, knobs)
         assert space_for("sm_90", kernel).unworkable(s, p) == []
+
+
+@pytest.mark.parametrize(
+    ("lists", "causal", "order", "first"),
+    [
+        (128, False, "swizzled", 3),
+        (128, True, "swizzled", 3),
+        (128, False, "heads_fastest", 0),
+        (128, False, "natural", 0),
+        (128, False, "reversed", 3),
+        (0, False, "swizzled", 0),
+    ],
+)
+def test_which_rows_come_first(lists, causal, order, first):
+    """Those of lists begin with the last rows if swizzled, as most masks show these the most keys."""
+    const = SimpleNamespace(BLOCK_ROWS=lists, CAUSAL=causal, BLOCK_ORDER=BLOCK_ORDERS.index(order))
+    places = [coordinates(work, 4, 3, 5, const) for work in range(60)]
+    assert places[0] == (first, 0, 0)
+    assert len(set(places)) == 60
 
 
 def test_check_runs_a_variant_whole():
@@ -447,8 +474,8 @@ MUTATIONS = [
     ("(variant.total - variant.partial) * each", "variant.total * each", "documents by narrow tiles"),
     ("rows_of_work(const) // const.BLOCK_ROWS", "rows_of_work(const) // const.TILE_M", "documents"),
     ("rows_of_work(const) // const.BLOCK_ROWS", "const.TILE_M // const.BLOCK_ROWS", "both packed with lists"),
-    ("min(batch, features.Blocks.shape[0] - 1)", "0", "sequences"),
-    ("min(head, features.Blocks.shape[1] - 1)", "0", "heads"),
+    ("min(batch, Blocks.shape[0] - 1)", "0", "sequences"),
+    ("min(head, Blocks.shape[1] - 1)", "0", "heads"),
     ("visible = visible & seen_by_mod(columns, rows, keys, const)", "pass", "bfloat16"),
     ("or const.MASK_MOD\n", "\n", "heads combined later"),
     ("or const.SCORE_MOD\n", "\n", "hidden by scores"),
@@ -460,6 +487,12 @@ MUTATIONS = [
     ("heads = head * const.GROUP + row", "heads = head + row", "packed slopes"),
     ("heads = head * const.GROUP + row", "heads = head * const.GROUP", "packed heads"),
     ("K.shape[2] == 0:", "K.shape[2] < 0:", "no keys"),
+    ("if const.CAUSAL or not const.EVEN:\n            visible", "if const.CAUSAL:\n            visible", "sequences"),
+    (
+        "lists_swizzled:\n        place = work_tiles - 1 - place",
+        "lists_swizzled:\n        place = work_tiles - 2 - place",
+        "swizzled",
+    ),
 ]
 """What stands in the tile code, what is put in its place, and the case that notices it."""
 

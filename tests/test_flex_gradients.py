@@ -19,7 +19,8 @@ from tiledsched.core.errors import DeclarationError
 from tiledsched.core.space_files import space_for
 from tiledsched.interpreter import evaluate, launches_on_cpu, run_schedule
 from tiledsched.kernels.attention.derivatives import by_rule, derivative
-from tiledsched.kernels.attention.variants import flex_attention
+from tiledsched.kernels.attention.similarity import FEW_ROWS
+from tiledsched.kernels.attention.variants import flex_attention, list_blocks
 from tiledsched.kernels.attention_backward.variants import gradient_of
 
 CAP, SLOPE = 1.5, 0.25
@@ -71,6 +72,20 @@ def before_heads(b, h, q_idx, kv_idx, *arrays):
     return kv_idx <= q_idx + h
 
 
+def near(b, h, q_idx, kv_idx, *arrays):
+    return ct.abs(q_idx - kv_idx) < 20
+
+
+def parts(b, h, q_idx, kv_idx, *arrays):
+    """The first rows see one block in part and two in full, the next ones blocks with a gap between, and the last ones none."""
+    later = (ct.abs(q_idx - kv_idx) < 20) | (kv_idx >= 400)
+    return ct.where(q_idx < 128, (kv_idx >= 100) & (kv_idx < 384), later & (q_idx < 300))
+
+
+def by_place(b, h, q_idx, kv_idx, *arrays):
+    return (kv_idx >= 120 * (b + h)) & (kv_idx < 120 * (b + h) + 100)
+
+
 def exact(inputs, scale, change=None, visible=True, dlse=0.0):
     """dQ, dK, dV, Out and Lse in float64. `change(s)` gives the changed scores and the derivative."""
     q, k, v, dout = (inputs[name].astype(np.float64) for name in ("Q", "K", "V", "dOut"))
@@ -109,6 +124,14 @@ def case(name, b, h, rows, keys, rng):
         ids = np.sort(rng.integers(0, 3 + 2 * np.arange(b)[:, None], (b, max(rows, keys))), 1).astype(np.int32)
         seen = ids[:, :rows, None] == ids[:, None, :keys]
         return kernel(None, same_document, ids=ts.array("batch seq_k", dtype="int32")), [ids], None, seen[:, None]
+    if name == "near":
+        return kernel(None, near), [], None, np.abs(i - j) < 20
+    if name == "by_place":
+        first = 120 * np.add.outer(np.arange(b), np.arange(h))[:, :, None, None]
+        return kernel(None, by_place), [], None, (j >= first) & (j < first + 100)
+    if name == "parts":
+        later = ((np.abs(i - j) < 20) | (j >= 400)) & (i < 300)
+        return kernel(None, parts), [], None, np.where(i < 128, (j >= 100) & (j < 384), later)
     if name == "by_key":
         factors = rng.standard_normal(keys).astype(np.float32)
         made = kernel(by_key, before_heads, factors=ts.array("seq_k", **f32))
@@ -138,11 +161,24 @@ CHANGES = (
     {},
     {"structure": "two_pass", "tile_m": 32, "tile_n": 32, "tile_m_dq": 32, "tile_n_dq": 16, "loop_split": True},
     {"scores_transposed": False, "scores_ahead": True, "group_heads": "apart", "product_order": "dv_dk_dq"},
+    {"product_order": "dq_late", "tile_m": 128, "tile_n": 64},
+    {"structure": "two_pass", "tile_m_dq": 128, "tile_n_dq": 64, "persistent": True, "tile_n": 64},
 )
 
 
-def errors(name, rows, keys, change=0, b=1, h=2, kv_heads=1, head_dim=64, seed=0, make=case):
+def errors(*given, **options):
     """Relative error of dQ, dK and dV against float64, as if each had at least a hundredth of the size of dOut."""
+    found, wanted, floor = computed(*given, **options)
+    return [
+        np.linalg.norm(each - one) / max(np.linalg.norm(one), floor) for each, one in zip(found, wanted, strict=True)
+    ]
+
+
+def computed(name, rows, keys, change=0, b=1, h=2, kv_heads=1, head_dim=64, seed=0, make=case, unseen=None):
+    """(dQ, dK and dV, the right ones, the least size by which errors are divided).
+
+    `unseen` names arrays, and the rows or keys of them that are NaN for the kernel.
+    """
     rng = np.random.default_rng(seed)
     found, arrays, altered, visible = make(name, b, h, rows, keys, rng)
     p = found.problem(seq_q=rows, seq_k=keys, head_dim=head_dim, heads=h, kv_heads=kv_heads, batch=b, dlse=True)
@@ -152,15 +188,17 @@ def errors(name, rows, keys, change=0, b=1, h=2, kv_heads=1, head_dim=64, seed=0
     *wanted, out, lse = exact(inputs, head_dim**-0.5, altered, visible, inputs["dLse"])
     inputs |= {"Out": out.astype(np.float16), "Lse": lse.astype(np.float32)}
     inputs |= {f"array{place}": each for place, each in enumerate(arrays)}
+    if p.listed:
+        seen = np.broadcast_to(visible, (b, h, rows, keys))[: p.mask_batch, : p.mask_heads]
+        inputs["Blocks"] = list_blocks(np, seen)
+    floor = 0.01 * np.linalg.norm(inputs["dOut"].astype(float))
+    for each, places in (unseen or {}).items():
+        inputs[each][:, :, places] = np.nan
     schedule = space_for("sm_90", found).default(p)
     options = {each: value for each, value in CHANGES[change].items() if each != "group_heads" or h > kv_heads}
     schedule = schedule.replace(**options)
     given = run_schedule(found, p, schedule, inputs)
-    floor = 0.01 * np.linalg.norm(inputs["dOut"].astype(float))
-    return [
-        np.linalg.norm(given[each].astype(float) - one) / max(np.linalg.norm(one), floor)
-        for each, one in zip(("dQ", "dK", "dV"), wanted, strict=True)
-    ]
+    return [given[each].astype(float) for each in ("dQ", "dK", "dV")], wanted, floor
 
 
 NAMES = ("alibi", "softcap", "documents", "by_key", "causal_score", "undefined", "strictly_before", "up_to")
@@ -179,6 +217,98 @@ def test_gradients_are_those_of_a_formula_in_float64(name, change):
 def test_sizes_that_are_no_multiples_of_tiles(name, size):
     rows, keys, head_dim = size
     assert np.max(errors(name, rows, max(keys, rows) if name == "documents" else keys, 0, head_dim=head_dim)) < 3e-3
+
+
+# Blocks that are skipped.
+
+LISTED = ("parts", "near", "by_place", "documents", "by_key", "strictly_before")
+
+
+def of_blocks(name, change=0, of=errors, **more):
+    """Errors of a problem of three blocks of rows and four of keys, the last of which no tile divides."""
+    return of(name, 330, 450, change, b=2, h=2, kv_heads=1, head_dim=16, **more)
+
+
+@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("change", range(len(CHANGES)))
+def test_gradients_of_several_blocks(name, change):
+    assert np.max(of_blocks(name, change)) < 3e-3
+
+
+def test_lists_that_are_read_a_few_at_once():
+    with mutated(MODULES, "LISTS_AT_ONCE = 128", "LISTS_AT_ONCE = 2"):
+        assert np.max(of_blocks("strictly_before")) < 3e-3
+
+
+def around_nan(change):
+    """The largest error in the gradients of keys and rows of a window that see no block of the others in which there is NaN; NaN
+    where such a block is loaded."""
+    found = []
+    for names, unseen, kinds, seen in (
+        (("Q", "dOut"), slice(0, 128), (1, 2), slice(256, None)),
+        (("Q", "dOut"), slice(256, None), (1, 2), slice(0, 128)),
+        (("K", "V"), slice(0, 128), (0,), slice(256, None)),
+        (("K", "V"), slice(384, None), (0,), slice(0, 256)),
+    ):
+        made, wanted, _ = of_blocks("near", change, computed, unseen=dict.fromkeys(names, unseen))
+        for kind in kinds:
+            one, other = made[kind][:, :, seen], wanted[kind][:, :, seen]
+            found.append(np.linalg.norm(one - other) / np.linalg.norm(other))
+    return np.max(found)
+
+
+@pytest.mark.parametrize("change", range(len(CHANGES)))
+def test_blocks_that_nothing_sees_are_not_loaded(change):
+    assert around_nan(change) < 3e-3
+
+
+END, BEGIN = "(*at, 1), check_bounds=False) * tiles", "(*at, 0), check_bounds=False) * tiles"
+LIST_FAULTS = {
+    "rows end early": (END, f"{END} - 1", "strictly_before", 0),
+    "rows begin late": (BEGIN, f"{BEGIN} + 1", "strictly_before", 0),
+    "rows end late": (END, f"{END} + 1", "", 0),
+    "rows begin early": (BEGIN, f"{BEGIN} - 1", "", 0),
+    "keys end early": ("(most + 1) * tiles", "(most + 1) * tiles - 1", "strictly_before", 1),
+    "keys begin late": ("min(least * tiles, steps)", "min(least * tiles + 1, steps)", "strictly_before", 1),
+    "keys end late": ("(most + 1) * tiles", "(most + 1) * tiles + 1", "", 1),
+    "keys begin early": ("min(least * tiles, steps)", "min(max(least * tiles - 1, 0), steps)", "", 1),
+    "rows of the first block of keys": ("tile.place * const.TILE_N // const.BLOCK", "0", "documents", 0),
+    "keys of the first block of rows": ("place * const.TILE_M // const.BLOCK, const", "0, const", "documents", 1),
+    "lists of the first head": (
+        "lists_of(rows.head, rows.entry, Spans)",
+        "lists_of(0, rows.entry, Spans)",
+        "by_place",
+        0,
+    ),
+    "lists of the first sequence": (
+        "lists_of(rows.head, rows.entry, Spans)",
+        "lists_of(rows.head, 0, Spans)",
+        "by_place",
+        0,
+    ),
+    "no first full block": (
+        "ct.where(full > 0, ct.minimum(",
+        "ct.where(full > blocks, ct.minimum(",
+        "strictly_before",
+        0,
+    ),
+    "no last full block": ("HEAD + blocks - full", "HEAD - 1 + blocks", "parts", 0),
+    "no last partial block": ("HEAD - 1 + partial", "HEAD", "parts", 0),
+    "the first lists alone": (
+        "rows = part * LISTS_AT_ONCE + ct.arange(LISTS_AT_ONCE",
+        "rows = ct.arange(2",
+        "strictly_before",
+        0,
+    ),
+}
+"""What stands in the tile code, what is put in its place, the mask (none for blocks with NaN) and the knobs that notice it."""
+
+
+@pytest.mark.parametrize("fault", LIST_FAULTS)
+def test_faults_in_what_is_skipped_are_noticed(fault):
+    old, new, name, change = LIST_FAULTS[fault]
+    with mutated(MODULES, old, new):
+        assert not (np.max(of_blocks(name, change)) if name else around_nan(change)) < 3e-3
 
 
 SLOPED = "ct.where(p == 0.0, 0.0, ds * slope)"
@@ -422,7 +552,11 @@ def flex_call(name, rows=40, columns=16, scale=0.3):
     q, k, v, dout, dlse = map(torch.from_numpy, given.values())
     saved = (q, k, v, torch.from_numpy(out).half(), torch.from_numpy(lse).float())
     arrays = [*map(torch.from_numpy, arrays)]
-    variant = FlexFeatures(variant_named(*FUNCTIONS[name], types_of(arrays)), None, arrays)
+    lists = None
+    if rows > FEW_ROWS and FUNCTIONS[name][1] is not None:
+        seen = np.broadcast_to(visible, (2, 1, rows, rows))[: 2 if name == "documents" else 1]
+        lists = torch.from_numpy(list_blocks(np, seen))
+    variant = FlexFeatures(variant_named(*FUNCTIONS[name], types_of(arrays)), lists, arrays)
     return (dout, dlse, saved, None, scale, variant, None), wanted
 
 
@@ -435,19 +569,20 @@ def assert_gradients(found, wanted):
         assert np.linalg.norm(one.double().numpy() - right) < 3e-3 * np.linalg.norm(right)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_plan_is_made_once_and_launched(launches, name):
+@pytest.mark.parametrize(("name", "rows"), [*((name, 40) for name in FUNCTIONS), ("documents", 200), ("softcap", 200)])
+def test_a_plan_is_made_once_and_launched(launches, name, rows):
     from tiledsched.ops import backward
 
-    given, wanted = flex_call(name)
+    given, wanted = flex_call(name, rows)
+    each = 3 + (rows > FEW_ROWS)  # one more for the rows that may see a block of keys
     for _ in range(2):
         assert_gradients(backward.gradients(*given), wanted)
     (plan,) = backward.cache.ready.values()
     assert plan.rival is plan.in_graphs is None  # which would know nothing of the functions
     assert not plan.problem.declaration.rivals(plan.problem)
-    assert len(launches) == 6
+    assert len(launches) == 2 * each
     assert_gradients(backward.gradients(*given[:-1], True), wanted)  # deterministic
-    assert len(launches) == 9
+    assert len(launches) > 2 * each
     assert len(backward.cache.ready) == 2
     dout, dlse, (q, *saved), *others = given
     q, dout = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (q, dout))
@@ -476,7 +611,7 @@ def test_the_operator_of_gradients_is_well_made(launches):
 
     given, wanted = flex_call("alibi", rows=8)
     dout, dlse, saved, _, scale, variant, _ = given
-    arguments = (dout, *saved, dlse, list(variant.arrays), variant.kernel.name, scale, None)
+    arguments = (dout, *saved, dlse, variant.lists, list(variant.arrays), variant.kernel.name, scale, None)
     torch.library.opcheck(flex_backward_operator, arguments, rtol=1e-2, atol=1e-2)
     saved[0].requires_grad_()
     with torch.enable_grad():

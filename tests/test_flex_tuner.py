@@ -214,7 +214,9 @@ def served(kernel, entries, problem=None):
 @pytest.mark.parametrize(("kernel", "winner"), [(SCORED, LENT[0]), (LISTED, LENT[1])])
 def test_until_it_is_tuned_plain_attentions_winner_serves_and_counts_as_transferred(kernel, winner) -> None:
     found = served(kernel, LENT)
-    assert (found.provenance, found.schedule, found.is_own) == ("transferred", winner.schedule, False)
+    order = "swizzled" if kernel is LISTED else winner.schedule["block_order"]
+    schedule = winner.schedule.replace(block_order=order)
+    assert (found.provenance, found.schedule, found.is_own) == ("transferred", schedule, False)
     assert found.reason.startswith(f"from plain attention: the nearest problem is {winner.problem}, measured on NVIDIA")
     assert (found.rivals, found.gated, found.expected_loss) == ((), (), None)
     assert served(Attention, LENT, CAUSAL).provenance == "measured"  # which stays as it was
@@ -238,7 +240,7 @@ def test_a_variants_own_measurements_come_first_and_a_models_choice_for_it_does_
 
 
 def test_what_is_illegal_for_a_variant_is_not_served_but_the_nearest_legal_schedule_is() -> None:
-    wide = LENT[1].schedule.replace(tile_m=64, q_subtiles=2, unroll=2, peel_first=False)
+    wide = LENT[1].schedule.replace(block_order="swizzled", tile_m=64, q_subtiles=2, unroll=2, peel_first=False)
     found = served(LISTED, [LENT[1].replace(schedule=wide)])
     assert not space_for("sm_90", LISTED).unworkable(found.schedule, LISTED.problem(**SIZES))
     assert {knob: found.schedule[knob] for knob in wide if found.schedule[knob] != wide[knob]} in (

@@ -2,20 +2,26 @@ r"""The twelve variants of docs/examples/attention_variants.py on a GPU beside t
 
     python -m docs.studies.flex_variants right
     python -m docs.studies.flex_variants times --sizes 1024,4096,16384 --widths 64,128 --compilers 12 --csv times.csv
+    python -m docs.studies.flex_variants times --sizes 1024,16384,32768 --most-seconds 120 --csv times.csv --lacking
+    python -m docs.studies.flex_variants builtin --sizes 4096 --csv builtin.csv
     python -m docs.studies.flex_variants compiles
 
 `right` compares outputs at odd sizes with torch's FlexAttention, which is not compiled and computes in float64. `times` times
 `tiledsched.flex`, FlexAttention compiled, FlexAttention on its FLASH backend where that is installed, and for a dense bias also
 torch's `scaled_dot_product_attention`. All are given their masks' blocks, are captured in CUDA graphs, take turns, and are timed
 behind a flush of the L2 cache. With `--compilers`, so many processes first fill the caches on disk (`compile`), because
-one alone takes about ten seconds for each problem. `compiles` calls each variant again with other contents of its arrays, and
-times these calls.
+one alone takes about ten seconds for each problem. Each row is written when it was measured; with `--lacking` the rows of
+the file are kept, and only problems that it lacks are timed. With `--gradients` the gradients of q, k and v are computed,
+too, and the times are those of both passes. `builtin` times a causal mask and a causal window as functions, by several
+schedules, beside the same masks built into `tiledsched.sdpa`. `compiles` calls each variant again with other contents of its
+arrays, and times these calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import importlib.util
 import itertools
 import math
@@ -28,7 +34,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import cuda.tile as ct
 
 from docs.examples import attention_variants as variants
 from docs.studies.batch_invariance import FLUSHED_BYTES, normal, write
@@ -55,6 +64,25 @@ ODD = ((1, 1), (63, 64), (129, 128), (300, 64), (1000, 128))
 TOKENS, HIDDEN, NODES = 16384, 2048, 64
 """Tokens of a call and columns of all heads, as in the papers on FlashAttention; and nodes of a tree."""
 ROUNDS = 11
+WINDOW = 512
+"""Keys that a row sees in the causal window beside the built-in one."""
+SMALL = {"tile_m": 64, "tile_n": 128, "num_worker_warps": 4, "occupancy": 2, "q_subtiles": 1}
+SHARED = SMALL | {"tile_n": 64, "q_subtiles": 2}
+TALL = {"tile_m": 128, "tile_n": 64, "num_worker_warps": 8, "occupancy": 2, "q_subtiles": 1}
+LARGE = TALL | {"tile_n": 128, "occupancy": 1}
+PLAIN = {"loop_split": True, "persistent": "no", "latency_k": 0, "latency_v": 0, "kv_subtiles": 1, "flat_steps": 0}
+PLAIN |= {"qk_ahead": False, "store_late": False, "q_in_registers": False, "unroll": 1, "kv_direction": "forward"}
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "served": {},
+    "small_natural": {**PLAIN, **SMALL, "block_order": "natural"},
+    "small_swizzled": {**PLAIN, **SMALL, "block_order": "swizzled"},
+    "shared_swizzled": {**PLAIN, **SHARED, "block_order": "swizzled"},
+    "shared_heads": {**PLAIN, **SHARED, "block_order": "heads_fastest"},
+    "tall_natural": {**PLAIN, **TALL, "block_order": "natural"},
+    "tall_swizzled": {**PLAIN, **TALL, "block_order": "swizzled"},
+    "large_swizzled": {**PLAIN, **LARGE, "block_order": "swizzled"},
+}
+"""Schedules by which `builtin` has functions computed: the one that serves, and some that are forced, by tiles and order."""
 LARGEST_ERROR = 2e-2
 """Largest relative error, by Frobenius norm, of an output in bfloat16."""
 
@@ -168,6 +196,15 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
     )
 
 
+def causal_window(size: int) -> Callable[..., Any]:
+    """The mask function of a causal window."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, *arrays: Any) -> Any:
+        return ct.maximum(kv_idx - q_idx, q_idx - kv_idx - (size - 1)) <= 0
+
+    return mask_mod
+
+
 def tensors_of(of: Compared, batch: int, heads: int, keys: int, width: int) -> tuple[Any, Any, Any]:
     """q, k and v in bfloat16."""
     shapes = (of.rows or keys, keys, keys)
@@ -270,35 +307,50 @@ def fill_caches(asked: Sequence[tuple[str, int, int, int, int]], processes: int,
         list(pool.map(compile_one, asked))
 
 
-def medians_us(methods: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+def with_gradients(call: Callable[[], Any], tensors: Sequence[Any], above: Any) -> Any:
+    """The gradients of tensors for one of the output, which is computed first."""
+    import torch
+
+    return torch.autograd.grad(call(), tensors, above)
+
+
+def medians_us(methods: Mapping[str, Callable[[], Any]], graphs: bool = False) -> dict[str, float]:
     """Each method's median time in microseconds, captured in a CUDA graph, by turns, behind a flush of the L2 cache. Those that
-    cannot be captured are left out."""
+    cannot be captured are left out. With `graphs` they are replays of graphs already."""
     import torch
 
     from tiledsched.measure.torch_timing import TorchStopwatch
 
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     watch, taken = TorchStopwatch(torch, list(methods.values()), flush), defaultdict(list)
-    captured = [index for index in range(len(methods)) if watch.capture(index, 1)]
+    captured = [index for index in range(len(methods)) if graphs or watch.capture(index, 1)]
     for turn in range(ROUNDS):
         for index in captured[:: 1 if turn % 2 else -1]:
             taken[index].append(watch.read(watch.queue(index, paced=True)))
     return {method: statistics.median(taken[index]) for index, method in enumerate(methods) if index in taken}
 
 
-def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], most_s: float) -> Iterator[dict[str, Any]]:
+def times(
+    asked: Sequence[tuple[str, int, int, int, int]], most_s: float, gradients: bool = False
+) -> Iterator[dict[str, Any]]:
     """A row for each variant, number of keys and width of heads: each method's time in microseconds, and what ours gains."""
     import torch
 
     ends = time.monotonic() + most_s
-    for name, batch, heads, keys, width in cells(names, sizes, widths):
+    for name, batch, heads, keys, width in asked:
         if time.monotonic() > ends:
             print(f"no time left for {name} and what follows at {keys} keys", file=sys.stderr)
             return
         torch.compiler.reset()  # else torch gives up on a function that it has compiled for eight problems
         of = compared(name, batch, heads, keys)
-        q, k, v = tensors_of(of, batch, heads, keys, width)
-        methods = methods_of(name, of, q, k, v)
+        tensors = tensors_of(of, batch, heads, keys, width)
+        if gradients:
+            above = torch.randn_like(tensors[0])
+            for each in tensors:
+                each.requires_grad_()
+        methods = methods_of(name, of, *tensors)
+        if gradients:
+            methods = {method: partial(with_gradients, call, tensors, above) for method, call in methods.items()}
         us = medians_us(methods)
         if len(us) < max(1, len(methods)):
             print(f"{name}, {keys} keys: not captured", file=sys.stderr)
@@ -313,6 +365,47 @@ def times(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], mos
                 for each in METHODS[1:]
             },
         }
+
+
+def builtin(
+    sizes: Sequence[int], widths: Sequence[int], schedules: Sequence[str], most_s: float
+) -> Iterator[dict[str, Any]]:
+    """A row for each mask, number of keys and width of heads with the time of the mask built into `sdpa`, and one for each
+    schedule of `flex` with its time, and how many times as long it takes. All of a mask take turns."""
+    import torch
+
+    import tiledsched as ts
+
+    masks = {"causal": (variants.causal, {}), f"window_{WINDOW}": (causal_window(WINDOW), {"window": WINDOW})}
+    ends = time.monotonic() + most_s
+    for keys, width, (name, (mask, more)) in itertools.product(sizes, widths, masks.items()):
+        q, k, v = tensors_of(Compared(), max(1, TOKENS // keys), HIDDEN // width, keys, width)
+        blocks, replays, right = ts.block_mask(mask, q, k), {}, None
+        of_function = partial(ts.flex, q, k, v, mask_mod=mask, block_mask=blocks)
+        for method in ("builtin", *schedules):
+            knobs = SCHEDULES.get(method, {})
+            call = of_function if method in SCHEDULES else partial(ts.sdpa, q, k, v, is_causal=True, **more)
+            if time.monotonic() > ends:
+                print(f"no time left for {method} of {name} at {keys} keys", file=sys.stderr)
+                break
+            try:
+                with ts.configure(**knobs, fallback="error"):
+                    found = call()
+                    graph = torch.cuda.CUDAGraph()
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(graph):
+                        call()
+            except Exception as error:
+                print(f"{name}, {method}: {type(error).__name__}: {str(error).splitlines()[0][:120]}", file=sys.stderr)
+                continue
+            right = found if right is None else right
+            if not relative_error(found, right) <= LARGEST_ERROR:
+                raise SystemExit(f"{name}, {keys} keys, D={width}: {method} differs from the built-in mask")
+            replays[method] = graph.replay
+        us = medians_us(replays, graphs=True)
+        for method in us:
+            row = {"mask": name, "keys": keys, "width": width, "schedule": method, "us": round(us[method], 2)}
+            yield row | {"over_builtin": round(us[method] / us["builtin"], 4) if "builtin" in us else ""}
 
 
 METHODS = ("tiledsched", "flex", "flash", "sdpa")
@@ -359,9 +452,26 @@ def compiles(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield {"variant": name, "first_ms": round(spent[0], 2), "later_ms": round(max(spent[1:]), 3)}
 
 
-def collected(found: Iterable[dict[str, Any]], path: str) -> list[dict[str, Any]]:
-    """All rows, each of which is printed and written to a file, if one is named, as soon as it is found."""
-    rows = []
+def rows_of(path: str) -> list[dict[str, Any]]:
+    """The rows of a file; none where it is not there."""
+    if not Path(path).is_file():
+        return []
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lacking(
+    asked: Iterable[tuple[str, int, int, int, int]], rows: Sequence[dict[str, Any]]
+) -> list[tuple[str, int, int, int, int]]:
+    """Those of the problems that no row is of."""
+    known = {(row["variant"], int(row["keys"]), int(row["width"])) for row in rows}
+    return [cell for cell in asked if (cell[0], *cell[3:]) not in known]
+
+
+def collected(found: Iterable[dict[str, Any]], path: str, known: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """All rows, behind those that are known, each of which is printed and written to a file, if one is named, as soon as it is
+    found."""
+    rows = list(known)
     for row in found:
         rows.append(row)
         print("  ".join(f"{name}={value}" for name, value in row.items() if value != ""), flush=True)
@@ -373,7 +483,7 @@ def collected(found: Iterable[dict[str, Any]], path: str) -> list[dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, time or count; 1 if an output is wrong."""
     parser = parser_with(
-        flag("what", choices=["right", "times", "compile", "compiles"]),
+        flag("what", choices=["right", "times", "builtin", "compile", "compiles"]),
         flag(
             "--variants",
             type=words((*NAMES, SMALL_BLOCKS)),
@@ -384,31 +494,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag("--widths", type=integers, default=[64, 128], help="columns of their heads"),
         flag("--most-seconds", type=positive, default=3600, help="seconds after which nothing more is timed"),
         flag("--compilers", type=int, default=0, help="processes that compile before anything is timed"),
+        flag(
+            "--schedules",
+            type=words(tuple(SCHEDULES)),
+            default=list(SCHEDULES),
+            help="those that `builtin` forces, with commas between them",
+        ),
+        flag("--gradients", action="store_true", help="time forward and backward together"),
+        flag("--lacking", action="store_true", help="keep the rows of the file, and time only problems that it lacks"),
         flag("--csv", default="", help="a file for the rows"),
         description=__doc__.partition("\n\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options = parser.parse_args(arguments)
+    began, known = time.monotonic(), rows_of(options.csv) if options.lacking else []
+    asked = lacking(cells(options.variants, options.sizes, options.widths), known)
+    left_s = lambda: options.most_seconds + began - time.monotonic()  # noqa: E731
     if options.what == "right":
         found = right(options.variants)
     elif options.what == "compile":
-        for name, batch, heads, keys, width in cells(options.variants, options.sizes, options.widths):
+        for name, batch, heads, keys, width in asked:
             of = compared(name, batch, heads, keys)
             methods_of(name, of, *tensors_of(of, batch, heads, keys, width))
         return 0
     elif options.what == "times":
-        began = time.monotonic()
         if options.compilers:
-            fill_caches(
-                list(cells(options.variants, options.sizes, options.widths)),
-                options.compilers,
-                options.most_seconds / 2,
-            )
+            fill_caches(asked, options.compilers, options.most_seconds / 2)
             print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
-        found = times(options.variants, options.sizes, options.widths, options.most_seconds + began - time.monotonic())
+        found = times(asked, left_s(), options.gradients)
+    elif options.what == "builtin":
+        found = builtin(options.sizes, options.widths, options.schedules, options.most_seconds)
     else:
         found = compiles(options.variants)
-    rows = collected(found, options.csv)
+    rows = collected(found, options.csv, known)
     print("\n".join(gains(rows) if options.what == "times" else []))
     wrong = [row for row in rows if options.what == "right" and not row["error"] <= LARGEST_ERROR]
     return int(bool(wrong) or not rows)

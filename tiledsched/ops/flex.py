@@ -223,8 +223,8 @@ class FlexFeatures(AttentionFeatures):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """What the functions take."""
-        return tuple(self.arrays)
+        """The lists, and what the functions take."""
+        return (self.lists, *self.arrays)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -258,8 +258,8 @@ class FlexFeatures(AttentionFeatures):
         return [torch.empty_like(like).copy_(torch.from_numpy(each)) for like, each in made]
 
     def with_tensors(self, tensors: Sequence[Any]) -> FlexFeatures:
-        """The same kernel for other arrays, without lists of blocks: gradients need none."""
-        return FlexFeatures(self.kernel.name, None, tensors)
+        """The same kernel for other lists and arrays, in the order of :attr:`tensors`."""
+        return FlexFeatures(self.kernel.name, tensors[0], tensors[1:])
 
     def forward_operator(self, q: Any, k: Any, v: Any, scale: float | None) -> Any:
         """The output and the log-sum-exp by the operator that compiled graphs hold."""
@@ -268,7 +268,7 @@ class FlexFeatures(AttentionFeatures):
     def backward_operator(self, *given: Any) -> Any:
         """The gradients of q, k and v by the operator that compiled graphs hold."""
         *tensors, scale, deterministic = given
-        return flex_backward_operator(*tensors, list(self.arrays), self.kernel.name, scale, deterministic)
+        return flex_backward_operator(*tensors, self.lists, list(self.arrays), self.kernel.name, scale, deterministic)
 
 
 def on_reference(problem: Problem, inputs: Mapping[str, Any], scale: float | None) -> tuple[Any, float]:
@@ -474,18 +474,16 @@ def _check_differentiable(arrays: Sequence[Any]) -> None:
             )
 
 
-def _launch_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, arrays: Any, kernel: str, *given: Any
-) -> Any:
-    scale, deterministic = given
-    variant = FlexFeatures(kernel, None, arrays)
+def _launch_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *given: Any) -> Any:
+    lists, arrays, kernel, scale, deterministic = given
+    variant = FlexFeatures(kernel, lists, arrays)
     return differentiate(read_call(dout, q, k, v, out, lse, None, scale, variant, dlse, deterministic))[:3]
 
 
 flex_backward_operator = register_gradients(
     "flex_backward",
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor[] arrays, str kernel, "
-    "float? scale, bool? deterministic) -> (Tensor, Tensor, Tensor)",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? lists, Tensor[] arrays, "
+    "str kernel, float? scale, bool? deterministic) -> (Tensor, Tensor, Tensor)",
     _launch_backward,
     lambda dout, q, k, v, *given: tuple(map(torch.empty_like, (q, k, v))),
     lambda *given, out_val: backward_flops(*given[:6], out_val=out_val),

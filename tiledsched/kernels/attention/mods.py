@@ -24,6 +24,8 @@ from tiledsched.kernels.attention.scheduler import rows_of_work
 
 HEAD = 2
 """Numbers of a list before those of blocks."""
+LISTS_AT_ONCE = 128
+"""Lists that a block reads together where it looks for a block of keys in all of them."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,43 @@ def variant_of(place, head, batch, offset, features, const):
     at, partial, total = (0, 0, 0), 0, 0
     if const.BLOCK_ROWS:
         row = place * rows_of_work(const) // const.BLOCK_ROWS
-        at = (min(batch, features.Blocks.shape[0] - 1), min(head, features.Blocks.shape[1] - 1), row)
+        at = (*lists_of(head, batch, features.Blocks), row)
         partial = ct.gather(features.Blocks, (*at, 0), check_bounds=False)
         total = ct.gather(features.Blocks, (*at, 1), check_bounds=False)
     return Variant(
         features.mods, features.arrays, batch, heads, shift, features.cap_scale, features.Blocks, at, partial, total
     )
+
+
+def lists_of(head, batch, Blocks):
+    """The first two indices of the lists of a head or pack of heads."""
+    return min(batch, Blocks.shape[0] - 1), min(head, Blocks.shape[1] - 1)
+
+
+def listed_keys(head, batch, rows, Blocks):
+    """(first, last) block of keys in the lists of blocks of rows, whose numbers are a tile or one number. The first is the higher
+    one where a list is empty, or there is none of that number."""
+    at, blocks = lists_of(head, batch, Blocks), Blocks.shape[3] - HEAD
+    partial = ct.gather(Blocks, (*at, rows, 0))
+    full = ct.gather(Blocks, (*at, rows, 1)) - partial
+    first = ct.where(partial > 0, ct.gather(Blocks, (*at, rows, HEAD)), blocks)
+    last = ct.where(partial > 0, ct.gather(Blocks, (*at, rows, HEAD - 1 + partial)), -1)
+    first = ct.where(full > 0, ct.minimum(first, ct.gather(Blocks, (*at, rows, HEAD - 1 + blocks))), first)
+    last = ct.where(full > 0, ct.maximum(last, ct.gather(Blocks, (*at, rows, HEAD + blocks - full))), last)
+    return first, last
+
+
+def rows_around(head, batch, block, Blocks):
+    """(first, end): blocks of rows. Of all others no list has a block of keys that is `block`, or blocks on both sides of it."""
+    count = Blocks.shape[2]
+    first, end = count, 0
+    for part in range(ct.cdiv(count, LISTS_AT_ONCE)):
+        rows = part * LISTS_AT_ONCE + ct.arange(LISTS_AT_ONCE, dtype=ct.int32)
+        least, most = listed_keys(head, batch, rows, Blocks)
+        around = (least <= block) & (block <= most)
+        first = min(first, ct.min(ct.where(around, rows, count)))
+        end = max(end, ct.max(ct.where(around, rows + 1, 0)))
+    return first, end
 
 
 def listed_steps(variant, const):

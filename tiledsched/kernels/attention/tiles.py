@@ -743,7 +743,9 @@ def mask(scores, rows, keys, j, MASKED, const):
         scores = modified(scores, rows, keys, j, const) * LOG2_E
     if MASKED and (const.CAUSAL or not const.EVEN or const.MASK_MOD):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
-        visible = seen(columns, rows, keys, const)
+        visible = ct.full((1, 1), True, dtype=ct.bool_)
+        if const.CAUSAL or not const.EVEN:
+            visible = seen(columns, rows, keys, const)
         if const.MASK_MOD:
             visible = visible & seen_by_mod(columns, rows, keys, const)
         scores = ct.where(visible, scores, -math.inf)

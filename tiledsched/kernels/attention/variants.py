@@ -455,8 +455,12 @@ def locator(kernel: Any) -> str:
 def inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
     """Random arrays for the functions of an author, the lists of blocks that follow from them, and where sequences end."""
     drawn_now, read = drawn_arrays(xp, rng, p)
-    lists = {"Blocks": blocks_of(xp, p, read, p.mask_batch, p.mask_heads)} if p.listed else {}
-    return {**places(rng, p), **drawn_now, **lists}
+    return {**places(rng, p), **drawn_now, **lists_for(xp, p, read)}
+
+
+def lists_for(xp: Any, p: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists of blocks of a problem by the name of their array, where it has any."""
+    return {"Blocks": blocks_of(xp, p, arrays, p.mask_batch, p.mask_heads)} if p.listed else {}
 
 
 def drawn_arrays(xp: Any, rng: Any, p: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -107,6 +107,11 @@ def attention_backward_keys(
     tiles.compute_keys(Q, K, V, dOut, LseLog2, Delta, dQSum, dk, dv, scale_log2, scale, features, const)
 
 
+def attention_backward_spans(Blocks: ct.Array, Spans: ct.Array):
+    """Which query rows may see each block of keys, from lists of blocks."""
+    rows.store_spans(Blocks, Spans)
+
+
 def attention_backward_groups(
     dKParts: HeadArray,
     dVParts: HeadArray,

@@ -47,7 +47,7 @@ def random_inputs(
 
 def normal_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
     """Standard normal numbers by name, float32, for all inputs that do not follow from others or say where sequences are."""
-    own = ("Out", "Lse", "Starts", "Lengths", "CuQ", "CuK", *getattr(p.declaration, "mod_arrays", ()))
+    own = ("Out", "Lse", "Starts", "Lengths", "CuQ", "CuK", "Blocks", *getattr(p.declaration, "mod_arrays", ()))
     return {
         spec.name: rng.standard_normal(spec.shape, dtype=numpy.float32)
         for spec in input_specs(p.declaration, p)

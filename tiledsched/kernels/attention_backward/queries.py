@@ -8,7 +8,7 @@ from __future__ import annotations
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import capped, narrowed, own_keys, seen, unmasked_turns
-from tiledsched.kernels.attention.mods import changed_with_slope, variant_of, weights_by_mod
+from tiledsched.kernels.attention.mods import changed_with_slope, listed_keys, variant_of, weights_by_mod
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import coordinates, rows_of
 from tiledsched.kernels.attention.tiles import Keys
@@ -70,9 +70,14 @@ def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place
     if const.STARTS or const.LENGTHS:
         K, V, offset = own_keys(K, V, batch, offset, features, const)
     first_masked, steps, span = narrowed(place, batch, offset, K, features, const)
-    variant = None
+    variant, first = None, 0
     if const.MODS:
         variant = variant_of(0, head, batch, offset, features, const)
+    if const.BLOCK:
+        block, tiles = place * const.TILE_M // const.BLOCK, const.BLOCK // const.TILE_N
+        least, most = listed_keys(head, batch, block, features.Blocks)
+        steps = min(steps, (most + 1) * tiles)
+        first = min(least * tiles, steps)
     keys = Keys(K, V, batch, head // const.GROUP, steps, 0, steps, 0, span, variant)
     rows = Rows(Q, dOut, LseLog2, Delta, None, batch, head)
     q = load_queries(Q, rows, place, const.TILE_D, const.REST_D, 0, const)
@@ -80,13 +85,15 @@ def store_query_sums(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, place
     own = (q, gradient, row_values(LseLog2, rows, place, const), row_values(Delta, rows, place, const))
     last = rows_of(place, offset, const)
     sums = zero_parts(const.TILE_M, const.TILE_D, const.REST_D)
-    loops = ((0, steps, True),)
+    loops = ((first, steps, True),)
     if const.LOOP_SPLIT and const.WINDOW:
         boundary, second = unmasked_turns(keys, first_masked, 0, steps, const)
         loops = ((0, boundary, True), (boundary, second, False), (second, steps, True))
     elif const.LOOP_SPLIT:
         boundary = min(first_masked, steps)
-        loops = ((0, boundary, False), (boundary, steps, True))
+        if const.BLOCK:
+            boundary = max(boundary, first)
+        loops = ((first, boundary, False), (boundary, steps, True))
     for begin, end, masked in ct.static_iter(loops):
         for j in range(begin, end):
             sums = key_step(keys, own, last, j, sums, masked, scale_log2, const)

@@ -9,6 +9,8 @@ import math
 
 import cuda.tile as ct
 
+from tiledsched.kernels.attention.mods import rows_around
+
 LOG2_E = 1.0 / math.log(2.0)
 
 
@@ -50,6 +52,14 @@ def prepare_rows(Out, dOut, Lse, dLse, CuQ, LseLog2, Delta, dQSum, ROWS, TILE_V,
         # A launch that stores by the TMA unit has warps for that, and an SM holds one block of it (13.5 on sm_90).
         zeros = ct.zeros((1, 1, ROWS, TILE_DQ), ct.float32)
         ct.store(dQSum, (batch, head, row, 0), zeros, allow_tma=False)
+
+
+def store_spans(Blocks, Spans):
+    """The blocks of rows that may see a block of keys: the first, and the one after the last."""
+    block, head, batch = place_of(Spans.shape[2], Spans.shape[1])
+    first, end = rows_around(head, batch, block, Blocks)
+    ct.scatter(Spans, (batch, head, block, 0), first, check_bounds=False)
+    ct.scatter(Spans, (batch, head, block, 1), end, check_bounds=False)
 
 
 def store_queries(dQSum, dQ, scale, ROWS, TILE_DQ):

@@ -30,7 +30,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.features import Features, capped
-from tiledsched.kernels.attention.mods import changed_with_slope, variant_of, weights_by_mod
+from tiledsched.kernels.attention.mods import changed_with_slope, lists_of, variant_of, weights_by_mod
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates
 from tiledsched.kernels.attention.tiles import part_of
@@ -106,6 +106,8 @@ class BackwardConstants:
     """Whether a block adds its share of dQ to an array."""
     MODS: bool = False
     """Whether functions of an author's change or hide scores."""
+    BLOCK: int = 0
+    """Query rows, and keys, of a block in the lists of blocks that are seen; 0 where there are no lists."""
     # What functions of attention forward ask for, and gradients do not leave open.
     PACK: int = 1
     PAGE: int = 0
@@ -161,6 +163,8 @@ class KeyTile:
     """(begin, first, second, end): the tiles of query rows that see it. Those from `first` to `second` need no mask."""
     variant: Any = None
     """What an author's own functions are given for one query head, as a `mods.Variant`; None where there are none."""
+    place: Any = 0
+    """Index of the tile among those of a head."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +301,7 @@ def load_key_tile(K, V, seq_q, place, kv_head, batch, features, const):
         k = tuple(ct.where(used, part, ct.zeros(part.shape, part.dtype)) for part in ct.static_iter(k))
         v = tuple(ct.where(used, part, ct.zeros(part.shape, part.dtype)) for part in ct.static_iter(v))
     tiles = query_tiles(place * const.TILE_N, offset, window, start, stop, seq_q, const)
-    return KeyTile(k, v, columns, offset, window, start, stop, features, tiles)
+    return KeyTile(k, v, columns, offset, window, start, stop, features, tiles, None, place)
 
 
 def load_parts(array, index, ROWS, TILE, REST, LATENCY, MAY_USE_TMA):
@@ -346,6 +350,12 @@ def over_queries(rows, tile, sums, scale_log2, const):
     begin, first, second, end = tile.tiles
     if const.MODS:
         tile = replace(tile, variant=variant_of(0, rows.head, rows.entry, tile.offset, tile.span, const))
+    if const.BLOCK:
+        Spans, tiles = tile.span.Blocks, const.BLOCK // const.TILE_M
+        at = (*lists_of(rows.head, rows.entry, Spans), tile.place * const.TILE_N // const.BLOCK)
+        end = min(end, ct.gather(Spans, (*at, 1), check_bounds=False) * tiles)
+        begin = min(max(begin, ct.gather(Spans, (*at, 0), check_bounds=False) * tiles), end)
+        first = min(max(first, begin), end)
     carried = ()
     if const.AHEAD:
         carried = score(rows, tile, min(begin, ct.cdiv(rows.Q.shape[2], const.TILE_M) - 1), const)

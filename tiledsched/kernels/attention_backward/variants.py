@@ -1,8 +1,9 @@
 """The gradients of an author's own attention, as a kernel of their own; see :mod:`tiledsched.kernels.attention.variants`.
 
 Scores are made again from the queries and keys, as the author's functions change and hide them, and the gradients of the scores
-are multiplied by the derivative of the change. Every block of keys goes over all rows: there are no lists of blocks. The arrays
-that the functions read have no gradients.
+are multiplied by the derivative of the change. A block of keys takes the rows from the first to the last whose lists of blocks
+reach over it, and a block of rows the keys from the first to the last of its list: empty blocks in between are computed, too.
+The arrays that the functions read have no gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.fields import Value
+from tiledsched.core.fields import Value, workspace
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import compiled
@@ -24,12 +25,12 @@ from tiledsched.kernels.attention_backward.declaration import AttentionBackward
 from tiledsched.kernels.attention_backward.inputs import adversarial_case, random_inputs
 from tiledsched.kernels.attention_backward.reference import attention_gradients
 
-SIZES = ("array_side", "mask_batch", "mask_heads")
+SIZES = ("array_side", "mask_batch", "mask_heads", "listed", "row_blocks", "list_length")
 """What a problem derives as that of forward does."""
 STEP = 1e-6
 """Half of the difference of scores from which the reference takes a derivative."""
-WITH_MODS = ("attention_backward_keys", "attention_backward_queries")
-"""The launches that make scores."""
+WITH_MODS = {"attention_backward_keys": "Spans", "attention_backward_queries": "Blocks"}
+"""The launches that make scores, and the array that says which blocks they skip."""
 
 
 @functools.cache
@@ -78,6 +79,8 @@ def gradient_of(kernel: Any) -> KernelClass:
         "mod_arrays": kernel.mod_arrays,
         "identity": kernel.identity,
         "declared_in": kernel.declared_in,
+        "Blocks": kernel.array_fields["Blocks"],
+        "Spans": workspace(lambda p, s: (p.mask_batch, p.mask_heads, key_blocks(p), 2), dtype="int32"),
         **fields,
         **{each.__name__: staticmethod(each) for each in (canonical, launches, inputs, reference, adversarial)},
         **{each.__name__: classmethod(each) for each in (variants.source_hash, variants.locator, small)},
@@ -97,13 +100,19 @@ def canonical(values: dict[str, Value]) -> dict[str, Value]:
 
 def inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
     """Random inputs, with what attention gives for them."""
-    own, read = variants.drawn_arrays(xp, rng, p)
+    own, read = with_lists(xp, rng, p)
     return random_inputs(xp, rng, p, own, **variants.changed_scores(xp, p, read))
+
+
+def with_lists(xp: Any, rng: Any, p: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(random arrays for the author's functions, with the lists of blocks that follow; the arrays as read in float64)."""
+    own, read = variants.drawn_arrays(xp, rng, p)
+    return own | variants.lists_for(xp, p, read), read
 
 
 def adversarial(xp: Any, rng: Any, p: Any, right: Callable[..., Any]) -> Iterator[Any]:
     """Yield the case of attention's gradients, with random arrays for the author's functions."""
-    own, read = variants.drawn_arrays(xp, rng, p)
+    own, read = with_lists(xp, rng, p)
     yield adversarial_case(xp, rng, p, right, own, **variants.changed_scores(xp, p, read))
 
 
@@ -164,13 +173,28 @@ def small(kernel: Any) -> list[Any]:
 
 def launches(p: Any, s: Schedule, device: Any) -> list[tuple[Callable[..., None], tuple[int]]]:
     """The launches of attention's gradients, with the author's functions in those that make scores."""
+    from tiledsched.kernels.attention_backward import entries
+
     found = AttentionBackward.launches(p, s, device)
-    return [(entry_of(p.declaration, each) if each.__name__ in WITH_MODS else each, grid) for each, grid in found]
+    if p.listed:
+        found.insert(0, (entries.attention_backward_spans, (p.mask_batch * p.mask_heads * key_blocks(p),)))
+    return [
+        (entry_of(p.declaration, each, WITH_MODS[each.__name__] * p.listed), grid)
+        if each.__name__ in WITH_MODS
+        else (each, grid)
+        for each, grid in found
+    ]
+
+
+def key_blocks(p: Any) -> int:
+    """Blocks of keys of a problem that has lists of them; 1 for others."""
+    return p.list_length - variants.HEAD if p.listed else 1
 
 
 @functools.lru_cache(maxsize=256)
-def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
-    """A kernel function of attention's gradients with the functions of an author and the arrays that they take."""
+def entry_of(kernel: Any, entry: Callable[..., None], skips: str) -> Callable[..., None]:
+    """A kernel function of attention's gradients with the functions of an author, the arrays that they take, and the array that
+    says which blocks are skipped, unless its name is empty."""
     from tiledsched.kernels.attention.mods import Mods
     from tiledsched.kernels.attention_backward import entries
 
@@ -180,22 +204,26 @@ def entry_of(kernel: Any, entry: Callable[..., None]) -> Callable[..., None]:
         **dict(zip(("SCORE", "MASK", "SLOPE"), kernel.mods, strict=True)),
         "WEIGHT": kernel.weight_mod,
     }
-    text = with_arrays(inspect.getsource(entry), kernel.mod_arrays)
-    return compiled(f"<{kernel.name} {entry.__name__}>", text, names, entry.__name__)
+    text = with_arrays(inspect.getsource(entry), kernel.mod_arrays, skips)
+    return compiled(f"<{kernel.name} {entry.__name__} {skips}>", text, names, entry.__name__)
 
 
-def with_arrays(text: str, arrays: Sequence[str]) -> str:
+def with_arrays(text: str, arrays: Sequence[str], skips: str) -> str:
     """The text of a kernel function that takes further arrays, and hands them on with the author's functions."""
     tree = ast.parse(text)
     function = tree.body[0]
     assert isinstance(function, ast.FunctionDef)
     parameters = function.args.args
     place = [each.arg for each in parameters].index("scale_log2")
-    parameters[place:place] = [ast.arg(each, ast.Name("ct.Array")) for each in arrays]
+    parameters[place:place] = [ast.arg(each, ast.Name("ct.Array")) for each in filter(None, (skips, *arrays))]
     taken = ast.Tuple([ast.Name(each) for each in arrays])
     more: dict[str, dict[str, ast.expr]] = {
-        "Features": {"mods": ast.Name("Mods(SCORE, MASK, SLOPE, WEIGHT)"), "arrays": taken},
-        "tiles.BackwardConstants": {"MODS": ast.Constant(True)},
+        "Features": {
+            "mods": ast.Name("Mods(SCORE, MASK, SLOPE, WEIGHT)"),
+            "arrays": taken,
+            "Blocks": ast.Name(skips or "None"),
+        },
+        "tiles.BackwardConstants": {"MODS": ast.Constant(True), "BLOCK": ast.Constant(variants.BLOCK if skips else 0)},
     }
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
