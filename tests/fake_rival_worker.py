@@ -1,6 +1,7 @@
 """The real process of the rivals on the made-up GPU of `fake_worker`: torch is on the CPU, and its CUDA is replaced.
 
-Both clocks are one: a launch of ours takes what its cubin says, a rival's call 80 microseconds. The spin is free.
+Both clocks are one: a launch of ours takes what its cubin says, a rival's call 80 microseconds. The spin is free, and so are
+torch's operations but for its products. torch.compile compiles nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy
 import torch
 
 CALL_US = 80.0
+PRODUCTS_US = {"mm": CALL_US, "addmm": 60.0}
+"""torch's functions of matrix products, and the microseconds of a call."""
 gpu = fake_worker.gpu
 
 
@@ -48,6 +51,17 @@ def operator(name):
     return attend
 
 
+def product(name):
+    """One of torch's products, which takes its time."""
+    multiply = getattr(torch, name)
+
+    def call(*given, **more):
+        gpu.now_us += PRODUCTS_US[name]
+        return multiply(*given, **more)
+
+    return call
+
+
 def main() -> None:
     cupy = fake_worker.fake_cupy("ready")
     cupy.cuda.ExternalStream = lambda pointer: contextlib.nullcontext()
@@ -70,6 +84,9 @@ def main() -> None:
     from tiledsched.rivals import worker as rival_worker
 
     backends.torch_operator = operator
+    for name in PRODUCTS_US:
+        setattr(torch, name, product(name))
+    torch.compile = lambda function, **how: function
     worker.is_whole, worker.symbol_of = lambda cubin: True, lambda cubin: "made_up"
     rival_worker.main(*sys.argv[1:4])
 

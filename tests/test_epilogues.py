@@ -20,7 +20,6 @@ from tiledsched.core.registry import kernel_named
 from tiledsched.interpreter import evaluate
 from tiledsched.kernels import epilogue_tiles
 from tiledsched.kernels.epilogues import ACTIVATIONS
-from tiledsched.kernels.matmul_epilogue.rivals import raced
 from tiledsched.kernels.own_epilogues import kernel_of
 from tiledsched.ops.front import operator
 from tiledsched.serve.entries import load_table
@@ -266,8 +265,8 @@ def test_torchs_rivals_are_the_reference_before_it_is_rounded(p):
     ]
     tensors = [each.abs() if spec.name == "Scale" else each for each, spec in zip(tensors, given, strict=True)]
     arrays = {spec.name: each.double().numpy() for spec, each in zip(given, tensors, strict=True)}
-    wanted = kernel.reference(np, p=p, **dict.fromkeys(("Bias", "Gate", "Residual", "Scale")) | arrays)
-    for name, call in raced(p).items():
+    wanted = kernel.reference(np, p, **arrays)
+    for name, call in p.declaration.rivals(p).items():
         if name != "torch_compile":
             tolerance = 0.07 if p.quantised else 1e-3
             np.testing.assert_allclose(call(*tensors).double().numpy(), wanted, rtol=tolerance, atol=tolerance)
@@ -309,7 +308,7 @@ def test_torchs_grouped_product_and_its_operations_are_a_rival():
     sizes = {"tokens": 18, "experts": 3, "n": 72, "k": 40, "b_layout": "column"}
     p = kernel.problem(**sizes, gate=True, activation="silu", residual=True)
     given = X.flatten(0, 1), EXPERTS.mT, ENDS, EXPERT_GATES.mT, RESIDUAL.flatten(0, 1)
-    a, b, ends, gate, residual = (each.double().numpy() for each in given)
-    wanted = kernel.reference(np, a, b, ends.astype(int), None, gate, residual, None, p)
+    a, b, _, gate, residual = (each.double().numpy() for each in given)
+    wanted = kernel.reference(np, p, A=a, B=b, Offsets=ENDS.numpy(), Gate=gate, Residual=residual)
     np.testing.assert_allclose(kernel.rivals(p)["torch"](*given).double().numpy(), wanted, rtol=0.05, atol=0.05)
     assert not kernel.rivals(kernel.problem(**sizes, bias=True))  # torch's grouped product takes none

@@ -866,8 +866,8 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "gelu by tanh is near, and relu is not gelu": ("return exact_gelu(acc)", "return relu(acc, row, column)", 5),
         "the bias of other columns": ("column = column + work.column * const.REST_N", "pass", 2),
         "the bias of the first columns": (
-            "bias = ct.gather(extras.bias, column)\n",
-            "bias = ct.gather(extras.bias, column % 64)",
+            "ct.gather(extras.bias, column)\n",
+            "ct.gather(extras.bias, column % 64)\n",
             1,
         ),
         "the residual of the first tile": (".load(place)", ".load((0, 0))", 1),
@@ -876,13 +876,13 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "the same product twice": ("gates.load((step, work.column)", "columns.load((step, work.column)", 6),
         "the gate is not copied": ("copy_tile(Gate, PaddedGate, PAD_ROWS, PAD_COLUMNS)", "pass", 7),
         "finished without the residual, behind shares": (
-            "residual = ct.gather(extras.residual, (row, column), check_bounds=not EVEN)",
-            "pass",
+            "ct.gather(extras.residual, (row, column), check_bounds=not EVEN)",
+            "None",
             3,
         ),
         "finished without the bias, behind shares": (
-            "bias = ct.gather(extras.bias, column, check_bounds=not EVEN)",
-            "pass",
+            "ct.gather(extras.bias, column, check_bounds=not EVEN)",
+            "None",
             3,
         ),
         "the second share is left out": (
@@ -897,7 +897,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             "ct.gather(extras.bias, (0, column))",
             1,
         ),
-        "the residual of the first rows": ("load((group.row, work.column))", "load((0, work.column))", 1),
+        "the residual of the first rows": ("at = (group.row, work.column)", "at = (0, work.column)", 1),
         "the gate of the first group": ("gates.load((group.index, step, column)", "gates.load((0, step, column)", 2),
         "the same product twice": ("g = gates.load(", "g = columns.load(", 2),
         "the gate is not transposed": (

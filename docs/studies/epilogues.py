@@ -1,7 +1,7 @@
 r"""Products with the epilogues that models have, on a GPU: as `ts.matmul` serves them, beside cuBLAS and torch.compile.
 
-    python -m docs.studies.epilogues tune --database epilogues.db       # the problems, quickly; writes nothing else
-    TILEDSCHED_DB=epilogues.db python -m docs.studies.epilogues times --csv times.csv
+    python -m docs.studies.epilogues tune --database epilogues.db --seconds 180 --csv tuned.csv
+    TILEDSCHED_DB=epilogues.db python -m docs.studies.epilogues times --seconds 60 --csv times.csv
     python -m docs.studies.epilogues stores --csv stores.csv
 
 `times` computes linear layers of Llama 3, Qwen and Mixtral with what stands behind them: SwiGLU over the gate and up projections,
@@ -9,6 +9,9 @@ the residual behind the down and output projections, the bias of queries, keys a
 them. It times what is served, our own kernel, `torch.mm` followed by torch's operations, and what torch.compile makes of these.
 All calls are captured in CUDA graphs, take turns, and are timed behind a flush of the L2 cache. Results are compared with those
 that torch computes in float32.
+
+`tune` lets a few schedules race on each product (see `product_races`), but for those that the database has measured. Each part
+ends by itself after `--seconds`, and has written what it found until then.
 
 `stores` times our kernel's untuned schedule with results stored by threads and by the TMA unit.
 """
@@ -18,7 +21,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,6 +29,9 @@ from typing import Any
 from docs.studies.batch_invariance import normal
 from docs.studies.flags import flag, integers, names, parser_with, positive
 from docs.studies.flex_variants import collected, medians_us, relative_error
+from docs.studies.product_races import in_time, races
+from tiledsched.core.registry import kernel_named
+from tiledsched.tuning.resources import Tools
 
 SWIGLU, ADDED, BIASED = {"activation": "silu", "gate": True}, {"residual": True}, {"bias": True}
 LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -35,11 +40,11 @@ LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "mixtral output": (4096, 4096, ADDED),
     "llama3_70b gate_up": (28672, 8192, SWIGLU),
     "llama3_70b down": (8192, 28672, ADDED),
+    "qwen2_7b qkv": (4608, 3584, BIASED),
     "qwen3_8b gate_up": (12288, 4096, SWIGLU),
     "qwen3_8b down": (4096, 12288, ADDED),
-    "qwen2_7b qkv": (4608, 3584, BIASED),
 }
-"""Layer -> (n, k, epilogue), from the models' published configurations."""
+"""Layer -> (n, k, epilogue), from the models' published configurations. Those that are most like others come last."""
 ARCH, TOKENS = "sm_90", (64, 1024, 8192)
 METHODS = ("served", "own", "eager", "compiled")
 
@@ -64,9 +69,10 @@ def in_torch(input: Any, other: Any, bias: Any = None, gate: Any = None, residua
     """The same in torch's words, with the activation of these layers."""
     import torch
 
+    gates = None if gate is None else torch.mm(input, gate)
     sums = torch.mm(input, other)
     sums = sums if bias is None else sums + bias
-    sums = sums if gate is None else torch.nn.functional.silu(torch.mm(input, gate)) * sums
+    sums = sums if gates is None else torch.nn.functional.silu(gates) * sums
     return sums if residual is None else sums + residual
 
 
@@ -97,15 +103,12 @@ def methods_of(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
     return {"served": served, "own": own, "eager": eager, "compiled": compiled}
 
 
-def times(layers: Sequence[str], tokens: Sequence[int], most_s: float) -> Iterator[dict[str, Any]]:
+def times(layers: Sequence[str], tokens: Sequence[int], ends_s: float) -> Iterator[dict[str, Any]]:
     """A row for each product: each method's time in microseconds, torch's over ours, and the error of what is served."""
     import torch
 
-    ends = time.monotonic() + most_s
-    for name, values in cells(layers, tokens):
-        if time.monotonic() > ends:
-            print(f"no time left for {name} and what follows", file=sys.stderr)
-            return
+    for name, values in in_time(cells(layers, tokens), ends_s):
+        began = time.monotonic()
         torch.compiler.reset()  # else torch gives up on a function that it has compiled for eight problems
         given = tensors_of(values)
         methods = methods_of(values, given)
@@ -123,15 +126,13 @@ def times(layers: Sequence[str], tokens: Sequence[int], most_s: float) -> Iterat
             "over_own": round(best / us["own"], 4) if "own" in us else "",
             "error": f"{errors[0]:.1e}",
             "torch_error": f"{errors[1]:.1e}",
+            "seconds": round(time.monotonic() - began, 1),
         }
 
 
-def stores(layers: Sequence[str], tokens: Sequence[int], most_s: float) -> Iterator[dict[str, Any]]:
+def stores(layers: Sequence[str], tokens: Sequence[int], ends_s: float) -> Iterator[dict[str, Any]]:
     """A row for each product: the time of our kernel in microseconds, by how it stores its results."""
-    ends = time.monotonic() + most_s
-    for name, values in cells(layers, tokens):
-        if time.monotonic() > ends:
-            return
+    for name, values in in_time(cells(layers, tokens), ends_s):
         given = tensors_of(values)
         varied: tuple[dict[str, Any], ...] = (
             {},
@@ -143,15 +144,13 @@ def stores(layers: Sequence[str], tokens: Sequence[int], most_s: float) -> Itera
         yield {"product": name, **{key: round(us, 2) for key, us in medians_us(calls).items()}}
 
 
-def tune(layers: Sequence[str], tokens: Sequence[int], database: str, effort: str, most_s: float) -> None:
-    """Tune every product, its rivals with it, while time is left."""
-    import tiledsched as ts
-
-    ends = time.monotonic() + most_s
-    for name, values in cells(layers, tokens):
-        if time.monotonic() < ends:
-            ts.tune("matmul_epilogue", [values], arch=ARCH, effort=effort, db=database)
-            print(f"tuned: {name}", flush=True)
+def tune(
+    layers: Sequence[str], tokens: Sequence[int], ends_s: float, database: str, tools: Tools | None = None
+) -> Iterator[dict[str, Any]]:
+    """A row for each product: our time in microseconds, each rival's over ours, and what serves from now on."""
+    kernel = kernel_named("matmul_epilogue")
+    products = [(name, kernel.problem(**values)) for name, values in cells(layers, tokens)]
+    return races(kernel, products, arch=ARCH, database=database, ends_s=ends_s, tools=tools)
 
 
 def conclusion(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -167,26 +166,24 @@ def conclusion(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune or time; 1 if nothing was timed."""
+    """Tune or time; 1 if nothing was."""
+    began = time.monotonic()
     import tiledsched as ts
 
     parser = parser_with(
         flag("what", choices=["tune", "times", "stores"]),
         flag("--layers", type=names, default=[""], help="words of which the name of a layer has one"),
         flag("--tokens", type=integers, default=list(TOKENS), help="numbers of rows"),
-        flag("--most-seconds", type=positive, default=3600, help="seconds after which no further product is begun"),
+        flag("--seconds", type=positive, default=3600, help="nothing is begun that would end later"),
         flag("--database", default="epilogues.db", help="for `tune`: the database that is written"),
-        flag("--effort", default="quick", help="for `tune`: quick, default or thorough"),
         flag("--csv", default="", help="a file for the rows"),
         description=__doc__.partition("\n\n")[0],
     )
     options = parser.parse_args(arguments)
-    if options.what == "tune":
-        tune(options.layers, options.tokens, options.database, options.effort, options.most_seconds)
-        return 0
-    run = times if options.what == "times" else stores
+    parts: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {"times": times, "stores": stores}
+    run = parts.get(options.what, partial(tune, database=options.database))
     with ts.configure(compile="wait"):
-        rows = collected(run(options.layers, options.tokens, options.most_seconds), options.csv)
+        rows = collected(run(options.layers, options.tokens, began + options.seconds), options.csv)
     print("\n".join(conclusion(rows)))
     return int(not rows)
 

@@ -4,7 +4,7 @@ An activation is a function `f(acc, row, column, *arrays)` of a tile of sums `[r
 `[rows, 1]`, those of its columns `[1, columns]`, and arrays, which the activations of this file do without. An author's own
 epilogue is such a function, too. They are injected into the kernels, and inlined like all other code.
 
-A kernel takes the arrays that its problem has, and no others: :func:`entry_with` makes its text.
+A kernel takes the arrays that its problem has, and no others: :func:`entry_of` makes its text.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -12,6 +12,7 @@ A kernel takes the arrays that its problem has, and no others: :func:`entry_with
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,17 +52,18 @@ class Entry(NamedTuple):
     """What it does with them, C and `extras`."""
 
 
-def entry_with(name, entry, kernel, activation, present, names):
+@functools.lru_cache(maxsize=256)
+def entry_of(tiles, name, kernel, activation, present):
     """A kernel with an epilogue.
 
     Args:
+        tiles: the module of the product's tile code, whose table `ENTRIES` has an `Entry` of that name.
         name: what the kernel is called.
-        entry: an `Entry`.
         kernel: the declaration, which may have a function of an author.
         activation: the name of the activation.
         present: the arrays of the epilogue that the problem has, and those of the author's function.
-        names: what the text may name.
     """
+    entry = tiles.ENTRIES[name]
     missing = [each for each in ARRAYS if each not in present]
     operands = entry.operands.split()
     taken = [each for each in operands if each.removeprefix("Padded") not in missing]
@@ -72,7 +74,7 @@ def entry_with(name, entry, kernel, activation, present, names):
     lines += [f"    {each} = None" for each in {*missing, *operands} - {*taken}]
     tma = "TMA_STORE" if "TMA_STORE" in entry.constants else "False"
     lines += [f"    extras = Extras(FUNCTION, ({own}), Bias, Residual, Scale, {tma})", f"    {entry.call}", ""]
-    names = {**names, "Extras": Extras, "FUNCTION": kernel.epilogue or globals()[activation]}
+    names = {**vars(tiles), "Extras": Extras, "FUNCTION": kernel.epilogue or globals()[activation]}
     return compiled(f"<{name} of {kernel.name} {activation} {' '.join(present)}>", "\n".join(lines), names, name)
 
 

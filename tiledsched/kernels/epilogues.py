@@ -8,8 +8,8 @@ of each further operation or fused group of them.
 
 One table says what an epilogue may be. :data:`ACTIVATIONS` has the activations, as NumPy and torch have them; their tile code is
 the function of the same name in :mod:`tiledsched.kernels.epilogue_tiles`. :class:`Epilogue` has the fields of problems and the
-arrays; the declaration of a product with an epilogue derives from it and from the plain product. Constants, references, the
-rivals' functions and FLOPs follow from these.
+arrays; the declaration of a product with an epilogue derives from it and from the plain product. The reference, rivals, inputs
+and FLOPs follow from these and from those of the plain product.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from typing import Any, ClassVar, NamedTuple
 import numpy
 
 import tiledsched.core.fields as ts
+from tiledsched.core.cases import call_reference
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.errors import ProblemError, did_you_mean
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.rivals import Function, Variants
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.storage import LARGEST
+from tiledsched.kernels.torch_rivals import compiled
 
 E4M3 = "float8_e4m3fn"
 LARGEST_E4M3 = LARGEST[E4M3]
@@ -117,11 +120,51 @@ class Epilogue:
     requires: ClassVar[Mapping[str, str]] = {
         f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"
     }
+    compiled_rivals: ClassVar[tuple[str, ...]] = ("torch_compile",)
 
     @classmethod
     def flops(cls, p: Any) -> float:
         """Those of the products."""
         return float(super().flops(p) * (1 + p.gate))  # type: ignore[misc]  # that of the plain product
+
+    @classmethod
+    def inputs(cls, xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
+        """Those of the plain product, A such that sums are of the size of 1, where activations are curved, and a scale with which
+        few results are cut."""
+        return {
+            "Scale": (2.0 ** rng.integers(-7, -4, size=1)).astype("float32"),
+            "A": rng.standard_normal((p.m, p.k), dtype=numpy.float32) / math.sqrt(p.k),
+            **super().inputs(xp, rng, p),  # type: ignore[misc]
+        }
+
+    @staticmethod
+    def reference(xp: Any, p: Any, **arrays: Any) -> Any:
+        """The finished sums, in their own precision."""
+        kernel, found = p.declaration, dict(arrays)
+        for name in ("B", "Gate"):
+            if name in arrays:
+                (found[name],) = call_reference(kernel_named(kernel.space), xp, p, arrays | {"B": arrays[name]})
+        if "Bias" in arrays and "Offsets" in arrays:  # that of the group of each row
+            group = xp.searchsorted(arrays["Offsets"], xp.arange(p.m), side="right").clip(0, p.experts - 1)
+            found["Bias"] = arrays["Bias"][group]
+        activated = functools.partial(ACTIVATIONS[p.activation].exact, xp)
+        if kernel.epilogue is not None:
+            activated = functools.partial(kernel.apply_own, xp, arrays=arrays)
+        sums = combined(activated, found["B"], *map(found.get, ("Gate", "Bias", "Residual")))
+        return sums if "Scale" not in arrays else xp.clip(sums / arrays["Scale"], -LARGEST_E4M3, LARGEST_E4M3)
+
+    @classmethod
+    def rivals(cls, p: Any) -> Variants:
+        """What a tune times, and what may serve: torch's product, followed by a kernel for each operation; what torch.compile
+        makes of these; and cuBLAS with an epilogue of its own. None where torch does not have the product or a bias for each
+        group, and for an author's own function.
+        """
+        product = next(iter(super().rivals(p).values()), None)  # type: ignore[misc]
+        if product is None or cls.epilogue is not None or (p.bias and "experts" in p.values):
+            return {}
+        made = in_torch(p, product)
+        found = {"torch": made, "torch_compile": compiled(made, "default", serves=True)}
+        return found | ({"cublas_fused": fused(p)} if is_fused(p) else {})
 
 
 ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField) and each.role == "in")
@@ -179,43 +222,16 @@ def arrays_of(p: Any) -> tuple[str, ...]:
     return tuple(name for name in (*ARRAYS, *p.declaration.own_arrays) if p.declaration.present(name, p))
 
 
-def unit_inputs(xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
-    """A such that sums are of the size of 1, where activations are curved, and a scale with which few results are cut."""
-    return {
-        "Scale": (2.0 ** rng.integers(-7, -4, size=1)).astype("float32"),
-        "A": rng.standard_normal((p.m, p.k), dtype=numpy.float32) / math.sqrt(p.k),
-    }
-
-
-def exactly(xp: Any, p: Any, sums: Any, gate: Any, Bias: Any, Residual: Any, Scale: Any, own: Mapping[str, Any]) -> Any:
-    """The result of sums `[rows, columns]` in their own precision, by NumPy or CuPy.
-
-    Args:
-        xp: numpy or cupy.
-        p: the problem.
-        sums, gate: the products of A and B, and of A and Gate, or None.
-        Bias, Residual, Scale: arrays of the problem that broadcast to the sums, or None.
-        own: arrays by name, those of an author's own epilogue among them.
-    """
-    activated = functools.partial(ACTIVATIONS[p.activation].exact, xp)
-    if p.declaration.epilogue is not None:
-        activated = functools.partial(p.declaration.apply_own, xp, arrays=own)
-    sums = combined(activated, sums, gate, Bias, Residual)
-    return sums if Scale is None else xp.clip(sums / Scale, -LARGEST_E4M3, LARGEST_E4M3)
-
-
-def in_torch(p: Any, product: Callable[..., Any], operands: int) -> Callable[..., Any]:
+def in_torch(p: Any, product: Function) -> Function:
     """The function of a problem's inputs as torch has it: every operation rounds, unless torch.compile fuses it with others.
-
-    Args:
-        p: the problem.
-        product: computes the plain product, of A, B and what else it takes.
-        operands: how many arrays that are; those of the epilogue follow.
+    `product` computes the plain product, of A, B and what else it takes; the arrays of the epilogue follow these.
     """
     import torch
 
-    def call(*tensors: Any) -> Any:
-        (A, B, *more), given = tensors[:operands], dict(zip(arrays_of(p), tensors[operands:], strict=True))
+    def call(A: Any, B: Any, *tensors: Any) -> Any:
+        names = arrays_of(p)
+        place = len(tensors) - len(names)
+        more, given = tensors[:place], dict(zip(names, tensors[place:], strict=True))
         gate, scale = product(A, given["Gate"], *more) if p.gate else None, given.get("Scale")
         activated = functools.partial(ACTIVATIONS[p.activation].torch, torch.nn.functional)
         out = combined(activated, product(A, B, *more), gate, given.get("Bias"), given.get("Residual"))
@@ -224,6 +240,24 @@ def in_torch(p: Any, product: Callable[..., Any], operands: int) -> Callable[...
         return (out.float() / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
 
     return call
+
+
+FUSED = {"none": "addmm", "relu": "_addmm_activation", "gelu_tanh": "_addmm_activation"}
+"""Activation -> the function of torch that lets cuBLAS add the bias and apply it."""
+
+
+def is_fused(p: Any) -> bool:
+    """Whether torch lets cuBLAS do the epilogue: a bias, with relu or gelu by tanh behind it, or a residual."""
+    more = p.gate or p.quantised or p.declaration.epilogue is not None or "experts" in p.values
+    return not more and p.bias + p.residual == 1 and p.activation in (FUSED if p.bias else ("none",))
+
+
+def fused(p: Any) -> Function:
+    """cuBLAS with an epilogue of its own."""
+    import torch
+
+    function, more = getattr(torch, FUSED[p.activation]), {"use_gelu": True} if p.activation == "gelu_tanh" else {}
+    return lambda A, B, added: function(added, A, B, **more)
 
 
 def combined(activated: Callable[[Any], Any], sums: Any, gate: Any, bias: Any, residual: Any) -> Any:

@@ -20,8 +20,6 @@ from tiledsched.kernels.epilogues import (
     EpilogueCost,
     EpilogueSimilarity,
     arrays_of,
-    exactly,
-    unit_inputs,
 )
 from tiledsched.kernels.grouped_matmul.declaration import (
     MODELS,
@@ -30,7 +28,6 @@ from tiledsched.kernels.grouped_matmul.declaration import (
     GroupedMatmulCost,
     GroupedMatmulSimilarity,
 )
-from tiledsched.kernels.grouped_matmul_epilogue.rivals import raced
 
 LAYERS: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
     "mixtral_8x7b": ((2, {"gate": True, "activation": "silu"}), (1, {})),
@@ -49,7 +46,7 @@ class GroupedMatmulEpilogueSimilarity(EpilogueSimilarity, GroupedMatmulSimilarit
     """How grouped products with epilogues compare."""
 
 
-class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):
+class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):  # type: ignore[misc]  # its reference has more arrays
     """C = activation(A @ B[g] + Bias[g]) + Residual for the rows of group g, or activation(A @ Gate[g]) * (A @ B[g] + Bias[g]) +
     Residual, and perhaps divided by Scale and rounded to 8 bits.
 
@@ -61,10 +58,8 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):
     space = GroupedMatmul.name
     derived = GroupedMatmul.derived | DERIVED
 
-    C = ts.out("tokens n", dtype="out_dtype")
     Bias = ts.array("experts n", when="bias")
     Gate = ts.array("experts k n", layout="b_layout", when="gate")
-    Residual = ts.array("tokens n", when="residual")
 
     knobs = GroupedMatmul.knobs | {
         "TILE_N": ts.knob((128, 256, 64), about="columns of a work tile", weight=1.0),
@@ -96,8 +91,6 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):
     }
     cost = GroupedMatmulEpilogueCost()
     similarity = GroupedMatmulEpilogueSimilarity()
-    compiled_rivals = ("torch_compile",)
-    rivals = staticmethod(raced)
 
     @staticmethod
     def constants(p: Problem, s: Schedule) -> Mapping[str, Any]:
@@ -107,35 +100,12 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):
     @staticmethod
     def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
         """Those of the plain product, with the product's kernel in its place."""
+        from tiledsched.kernels.epilogue_tiles import entry_of
         from tiledsched.kernels.grouped_matmul_epilogue import tiles
 
         (first, (_, grid)), kernel = GroupedMatmul.launches(p, s, device), p.declaration
-        product = tiles.entry_of(kernel, p.activation, arrays_of(p))  # type: ignore[arg-type]  # a class is hashable
+        product = entry_of(tiles, GroupedMatmulEpilogue.name, kernel, p.activation, arrays_of(p))  # type: ignore[arg-type]  # a class is hashable
         return [first, (product, grid)]
-
-    @staticmethod
-    def inputs(xp: Any, rng: Any, p: Problem) -> Mapping[str, Any]:
-        """Groups as those of the plain product, and sums of the size of 1."""
-        return {**unit_inputs(xp, rng, p), **GroupedMatmul.inputs(xp, rng, p)}
-
-    @staticmethod
-    def reference(  # type: ignore[override]
-        xp: Any,
-        A: Any,
-        B: Any,
-        Offsets: Any,
-        Bias: Any,
-        Gate: Any,
-        Residual: Any,
-        Scale: Any,
-        p: Problem,
-        **arrays: Any,
-    ) -> Any:
-        """The finished sums of each group."""
-        if Bias is not None:
-            Bias = Bias[xp.searchsorted(Offsets, xp.arange(p.tokens), side="right").clip(0, p.experts - 1)]
-        gate = None if Gate is None else GroupedMatmul.reference(xp, A, Gate, Offsets)
-        return exactly(xp, p, GroupedMatmul.reference(xp, A, B, Offsets), gate, Bias, Residual, Scale, arrays)
 
     @staticmethod
     def small() -> list[Problem]:

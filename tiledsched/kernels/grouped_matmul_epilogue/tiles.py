@@ -9,11 +9,9 @@ Rows of the next group, which a tile may hold, are finished like all others, and
 
 from __future__ import annotations
 
-import functools
-
 import cuda.tile as ct
 
-from tiledsched.kernels.epilogue_tiles import Entry, entry_with, finished
+from tiledsched.kernels.epilogue_tiles import Entry, finished
 from tiledsched.kernels.grouped_matmul.tiles import (
     END,
     GROUP,
@@ -29,17 +27,13 @@ from tiledsched.kernels.grouped_matmul.tiles import (
 from tiledsched.kernels.products import Bool as Bool, Int as Int, elements_of, place_of
 
 CONSTANTS = ("TILE_M", "TILE_N", "TILE_K", "GROUP_M", "LATENCY", "SWAP", "STORE_VIEW", "ALIGNED")
-ENTRY = Entry(
-    "A B Gate Tiles",
-    (*CONSTANTS, "PERSISTENT"),
-    f"schedule_tiles(A, B, Gate, Tiles, C, extras, GroupedConstants({', '.join(CONSTANTS)}), PERSISTENT)",
-)
-
-
-@functools.lru_cache(maxsize=256)
-def entry_of(kernel, activation, present):
-    """The product's kernel; see :func:`tiledsched.kernels.epilogue_tiles.entry_with`."""
-    return entry_with("grouped_matmul_epilogue", ENTRY, kernel, activation, present, globals())
+ENTRIES = {
+    "grouped_matmul_epilogue": Entry(
+        "A B Gate Tiles",
+        (*CONSTANTS, "PERSISTENT"),
+        f"schedule_tiles(A, B, Gate, Tiles, C, extras, GroupedConstants({', '.join(CONSTANTS)}), PERSISTENT)",
+    )
+}
 
 
 def schedule_tiles(A, B, Gate, Tiles, C, extras, const, PERSISTENT):
@@ -57,15 +51,14 @@ def multiply(A, B, Gate, Tiles, C, work, extras, const):
     group = Group(get(Tiles, GROUP, work.row), get(Tiles, ROW, work.row), get(Tiles, END, work.row))
     row, column = elements_of(0, work.column, const.TILE_M, const.TILE_N)
     row = row + group.row
-    acc, gate, bias, residual = None, None, None, None
+    gate = None
     if Gate is None:
         acc = main_loop(A, B, group, work.column, const)
     else:
         acc, gate = both_products(A, B, Gate, group, work.column, const)
-    if extras.bias is not None:
-        bias = ct.gather(extras.bias, (group.index, column))
-    if extras.residual is not None:
-        residual = rows_of(extras.residual, const.TILE_N, const).load((group.row, work.column))
+    at = (group.row, work.column)
+    bias = None if extras.bias is None else ct.gather(extras.bias, (group.index, column))
+    residual = None if extras.residual is None else rows_of(extras.residual, const.TILE_N, const).load(at)
     tile = finished(acc, gate, bias, residual, row, column, extras).astype(C.dtype)
     if const.STORE_VIEW:
         store_view(C, group, work.column, tile, const)

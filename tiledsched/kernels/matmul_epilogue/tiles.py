@@ -10,11 +10,9 @@ beside those of the first, so that a work tile has half as many columns.
 
 from __future__ import annotations
 
-import functools
-
 import cuda.tile as ct
 
-from tiledsched.kernels.epilogue_tiles import Entry, entry_with, finished
+from tiledsched.kernels.epilogue_tiles import Entry, finished
 from tiledsched.kernels.matmul.tiles import MatmulConstants as MatmulConstants, copy_tile, main_loop, row_view
 from tiledsched.kernels.products import (
     Bool as Bool,
@@ -25,6 +23,7 @@ from tiledsched.kernels.products import (
     place_of,
     sum_of_shares,
 )
+from tiledsched.kernels.rows import over_tiles
 
 PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY")
 SUM = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")
@@ -45,12 +44,6 @@ ROW_ELEMENTS = 16
 """Elements of which rows of C are multiples where the TMA unit stores them."""
 
 
-@functools.lru_cache(maxsize=256)
-def entry_of(name, kernel, activation, present):
-    """A kernel of :data:`ENTRIES`; see :func:`tiledsched.kernels.epilogue_tiles.entry_with`."""
-    return entry_with(name, ENTRIES[name], kernel, activation, present, globals())
-
-
 def pad_gate(Gate, PaddedGate, PAD_ROWS: Int, PAD_COLUMNS: Int):
     """Copy Gate into PaddedGate, with zeros behind its rows and columns."""
     copy_tile(Gate, PaddedGate, PAD_ROWS, PAD_COLUMNS)
@@ -60,15 +53,12 @@ def schedule_tiles(A, B, Gate, C, extras, const):
     """All of the current block's work tiles."""
     tiles_m = ct.cdiv(C.shape[0], const.TILE_M)
     tiles_n = ct.cdiv(C.shape[1], const.TILE_N + const.REST_N)
-    if const.PERSISTENT:
-        for index in range(ct.bid(0), tiles_m * tiles_n, ct.num_blocks(0)):
-            multiply(A, B, Gate, C, place_of(index, tiles_m, tiles_n, const), extras, const)
-    else:
-        multiply(A, B, Gate, C, place_of(ct.bid(0), tiles_m, tiles_n, const), extras, const)
+    over_tiles(multiply, tiles_m * tiles_n, const.PERSISTENT, tiles_m, tiles_n, A, B, Gate, C, extras, const)
 
 
-def multiply(A, B, Gate, C, work, extras, const):
+def multiply(index, tiles_m, tiles_n, A, B, Gate, C, extras, const):
     """One work tile, start to finish."""
+    work = place_of(index, tiles_m, tiles_n, const)
     if Gate is None:
         accumulators = main_loop(A, B, work, const)
         store(C, work, 0, accumulators[0], None, extras, const)
@@ -100,11 +90,8 @@ def store(C, work, PART, acc, gate, extras, const):
     row, column = elements_of(work.row, place[1], const.TILE_M, width)
     if const.REST_N and PART == 0:  # the first parts of work tiles stand apart
         column = column + work.column * const.REST_N
-    bias, residual = None, None
-    if extras.bias is not None:
-        bias = ct.gather(extras.bias, column)
-    if extras.residual is not None:
-        residual = part_view(extras.residual, const.TILE_M, PART, const).load(place)
+    bias = None if extras.bias is None else ct.gather(extras.bias, column)
+    residual = None if extras.residual is None else part_view(extras.residual, const.TILE_M, PART, const).load(place)
     tile = finished(acc, gate, bias, residual, row, column, extras).astype(C.dtype)
     if extras.TMA_STORE:
         C = C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ROW_ELEMENTS))
@@ -115,10 +102,7 @@ def combine(Partial, C, extras, SPLIT_K, COMBINE_M, COMBINE_N, EVEN):
     """C = the finished sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. EVEN: tiles divide C."""
     row, column = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
     total = sum_of_shares(Partial, row, column, SPLIT_K, EVEN)
-    bias, residual = None, None
-    if extras.bias is not None:
-        bias = ct.gather(extras.bias, column, check_bounds=not EVEN)
-    if extras.residual is not None:
-        residual = ct.gather(extras.residual, (row, column), check_bounds=not EVEN)
+    bias = None if extras.bias is None else ct.gather(extras.bias, column, check_bounds=not EVEN)
+    residual = None if extras.residual is None else ct.gather(extras.residual, (row, column), check_bounds=not EVEN)
     tile = finished(total, None, bias, residual, row, column, extras)
     ct.scatter(C, (row, column), tile.astype(C.dtype), check_bounds=not EVEN)
