@@ -104,7 +104,7 @@ ct.launch = lambda stream, grid, kernel, arguments: launched.append((grid, argum
 torch = sys.modules["torch"] = types.ModuleType("torch")
 torch.cuda = types.SimpleNamespace(current_stream=lambda: 0)
 namespace = {}
-exec(compile(open(sys.argv[1], encoding="utf-8").read(), sys.argv[1], "exec"), namespace)
+exec(compile(open(sys.argv[1], encoding="utf-8-sig").read(), sys.argv[1], "exec"), namespace)
 for size in (8192, 1 << 20):
     x = types.SimpleNamespace(shape=(size,), dtype="torch.float32")
     namespace["launch"](x, x)
@@ -347,6 +347,19 @@ def test_hints_alone_go_to_the_launch(scale):
         ("ct.launch(torch", "run(torch", ""),
         ("(x, out, 0.5, tile)", "arguments", "must be a tuple of 4"),
         ("TILE: ct.Constant[int]):", "TILE: ct.Constant[int], SIDES: ct.Constant[int]):", "must be a tuple of 5"),
+        ("        tile = None", "        tile = ct.tile", ""),
+        ("0.5, tile)", "0.5, torch.tile)", "tile = torch.tile, and pass that"),
+        ("        grid = (", "        tile = 64; grid = (", "grid depends on tile; move this below line 20"),
+        (
+            "        ct.launch",
+            "        if x:\n            tile = 3\n        ct.launch",
+            "grid depends on tile; move this below",
+        ),
+        ("        ct.launch", "        tile = 64; ct.launch", "a line of its own"),
+        ("    def inner(x):\n", "    def inner(y):\n", ""),
+        ("        grid = (", "        x = x * 1\n        grid = (", ""),
+        ("        ct.launch", "        z = x * 1\n        ct.launch", ""),
+        ("(x, out, 0.5, tile))\n        tile", "(z, out, 0.5, tile))\n        tile", ""),
     ],
 )
 def test_places_that_cannot_be_edited_are_named(scale, old, new, message):
@@ -357,6 +370,61 @@ def test_places_that_cannot_be_edited_are_named(scale, old, new, message):
             Patch(baked(kernel))
     else:
         assert "def scale_schedule" in Patch(baked(kernel)).after
+
+
+PLAIN = """import cuda.tile as ct
+import torch
+
+
+@ct.kernel
+def scale(X, Out, factor, /, TILE: ct.Constant[int]):
+    ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)) * factor)
+
+
+def launch(x, out):
+    tile = 512
+    grid = (x.shape[0] // tile,)
+    ct.launch(torch.cuda.current_stream(), grid, scale, (x, out, 0.5, tile))
+"""
+NESTED = PLAIN[PLAIN.index("@ct.kernel") : PLAIN.index("\n\ndef launch")].replace("\n", "\n    ").rstrip()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text,
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace("    ", "\t"),
+        lambda text: text.rstrip("\n"),
+        lambda text: f"\ufeff{text}",
+        lambda text: text.replace("    grid", "    \x0c\n    grid"),
+        lambda text: text.replace("import cuda.tile as ct", "import cuda.tile as t").replace("ct.", "t."),
+        lambda text: text.replace(
+            PLAIN[PLAIN.index("@ct.kernel") : PLAIN.index("\n\ndef launch")], f"if ct:\n    {NESTED}\nelse:\n    0\n"
+        ),
+        lambda text: (
+            text.replace("    tile = 512\n", "    tile = 512\n    schedule = 1\n")
+            + "    assert schedule == 1\n" * text.endswith("\n")
+        ),
+        lambda text: text.replace("    grid", "    def inner():\n        tile = 1\n\n    grid"),
+        lambda text: (
+            text.replace("def launch(x, out):", "def launch(x, out, self=torch):")
+            .replace("    tile", "    self.tile")
+            .replace(" tile", " self.tile")
+        ),
+    ],
+    ids=["plain", "crlf", "tabs", "no_end", "bom", "form_feed", "alias", "branch", "schedule", "inner", "attribute"],
+)
+def test_a_patch_fits_a_file_however_it_is_written(scale, cli, python, monkeypatch, change):
+    path, _ = scale
+    monkeypatch.chdir(path.parent)
+    path.write_bytes(change(PLAIN).encode())
+    words = ["bake", "declared.py:Scale", "--arch", "sm_90", "-p", "size=8192"]
+    cli([*words, "-o", "b.patch"])
+    for tool in (["git", "apply", "--check", "b.patch"], ["patch", "-p1", "--binary", "-i", "b.patch"]):
+        subprocess.run(tool, check=True, capture_output=True)
+    assert "is what the table says" in cli([*words, "--check"]).out
+    assert python(WITHOUT.replace(', namespace["search"](x, x)', ""), str(path)).out.startswith("(128,) 64 ")
 
 
 def test_the_command_writes_and_checks(home, cli, monkeypatch):
@@ -372,6 +440,14 @@ def test_the_command_writes_and_checks(home, cli, monkeypatch):
     assert cli([*words, "--check"], code=1).out.endswith("\nrms.py is not what the table says; bake it again\n")
     assert text == cli(words[:-2]).out
     assert "of one `function`" in cli([*words[:-1], "rms.patch"], code=2).err
+    Path("mine.py").write_text("mine = 1\n", encoding="utf-8")
+    assert "holds something else" in cli([*words[:-1], "mine.py"], code=2).err
+    assert Path("mine.py").read_text(encoding="utf-8") == "mine = 1\n"
+    assert "no/x.py: No such file" in cli([*words[:-1], "no/x.py"], code=2).err
+    text = cli(
+        ["bake", "rms_norm", "--arch", "sm_90", "-p", "rows=8192,columns=16384", "-p", "rows=65,columns=4097"]
+    ).out
+    assert "# 1 of 2 problems were measured.\n" in text
     assert "ends in .py" in cli([*words[:-1], "rms.txt"], code=2).err
     assert "nothing was measured" in cli(["bake", "rms_norm", "--arch", "sm_120"], code=2).err
 

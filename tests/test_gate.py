@@ -131,6 +131,9 @@ def test_two_databases_are_judged_on_the_command_line(tmp_path, monkeypatch, cap
     put_runs("head.db", {third: (70, 77, 70)}, plain(64, 64))
     assert main(["compare", "base.db", "head.db", "--gate", "9"]) == 0
     assert "B=3,H=32 --effort served --db head.db" in capsys.readouterr().out  # a tie
+    for limit in ("nan", "0.03"):  # a share, where a percentage is meant
+        assert main(["compare", "base.db", "head.db", "--gate", limit]) == 2
+        assert "--gate" in capsys.readouterr().err
     assert main(["compare", "base.db", "base.db", "--gate", "3"]) == 2
     assert "no two runs" in capsys.readouterr().err
     assert main(["compare", "base.db", "head.db", "--markdown", "gate.md"]) == 2

@@ -229,7 +229,8 @@ class Baking:
 
     def source(self, kernel: str = "") -> str:
         """The source by itself; see :func:`tiledsched.bake.text.source`."""
-        entries = [each.served.entry for each in self.cases if each.served.entry and each.served.entry.measurement]
+        own = [each.served.entry for each in self.cases if each.served.is_own]
+        entries = [each for each in own if each and each.measurement]
         days = sorted(f"{each.measurement.created_at:%Y-%m-%d}" for each in entries if each.measurement)
         where = {f"{each.device_name} ({each.arch}), tileiras {each.compiler}, {each.regime}" for each in entries}
         when = " to ".join(sorted({*days[:1], *days[-1:]}))
@@ -242,6 +243,9 @@ class Baking:
         comment = [
             self._command,
             f"Measured on {joined(sorted(where))}, {when}." if days else "Nothing was measured.",
+            f"{len(entries)} of {plural(len(self.cases), 'problem')} were measured."
+            if len(entries) < len(self.cases)
+            else "",
             f"{self.said}.",
             f"All of these problems have {joined(same)}." if same else "",
             f"For other problems {plural(unchecked, 'condition')} of the kernel cannot be checked here."

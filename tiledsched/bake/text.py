@@ -118,8 +118,7 @@ def _wrapped(text: str) -> list[str]:
     """Text in lines, broken at its spaces; a null stands for a space that is not broken."""
     first = " " * (len(text) - len(text.lstrip(" ")))
     whole = textwrap.TextWrapper(WIDTH, first, f"    {first}", break_long_words=False, break_on_hyphens=False)
-    lines = whole.wrap(text[len(first) :])
-    return [line.replace("\0", " ") for line in lines]
+    return [line.replace("\0", " ") for line in whole.wrap(text[len(first) :])]
 
 
 def _by_number(firsts: Sequence[int]) -> Tree:

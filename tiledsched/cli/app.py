@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -327,6 +328,15 @@ class CommaList(click.ParamType):
         return list(dict.fromkeys(self.each.convert(word, param, ctx) for word in words or [value]))
 
 
+class Number(click.FloatRange):
+    """A number in a range. Click lets NaN into every range: no comparison with it is true."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        found = float(super().convert(value, param, ctx))
+        return self.fail(f"{value!r} is not a number", param, ctx) if math.isnan(found) else found
+
+
 class Seconds(click.types.FloatParamType):
     """A time in seconds. One that is longer than clocks take, such as inf, is cut to three years."""
 
@@ -455,7 +465,7 @@ def _generated(each: OptionSpec, heading: str) -> Callable[[Decorated], Decorate
     elif each.metavar == "SECONDS":
         kind = Seconds()
     elif each.minimum is not None:
-        kind = (click.IntRange if each.type is int else click.FloatRange)(each.minimum)
+        kind = (click.IntRange if each.type is int else Number)(each.minimum)
     usual = each.default_help or (f"{each.default:g}" if each.type is float else each.default)
     return option(
         each.flag,

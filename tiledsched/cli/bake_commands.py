@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import shlex
 import sys
@@ -66,6 +67,7 @@ def bake(
     """
     from tiledsched.bake.baking import Baking, choices, mean_of
     from tiledsched.bake.patch import Patch
+    from tiledsched.bake.text import BEGIN
 
     if output and not output.endswith((".py", ".patch", ".diff")):
         raise ConfigError(f"-o {output}: name a file that ends in .py for a module, or in .patch for a patch")
@@ -77,14 +79,16 @@ def bake(
     baking = Baking(kernel, cases, shlex.join(["tiledsched", "bake", run.kernel_word, *words]), max_leaves)
     if whole:
         path, after = Path(output or os.devnull).resolve(), baking.source()
-        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        before = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+        if output and before and not before.startswith(BEGIN):
+            raise ConfigError(f"-o {output}: this file holds something else than a baked module; name another")
     else:
         patch = Patch(baking, run.kernel_word)
         path, before, after = patch.path.resolve(), patch.before, patch.after
     root = next(each for each in (os.getcwd(), *filter(None, sys.path), "/") if path.is_relative_to(each))
     name = path.relative_to(root)
-    old, new = (each.splitlines(keepends=True) for each in (before, after))
-    diff = "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
+    lines = difflib.unified_diff([*io.StringIO(before)], [*io.StringIO(after)], f"a/{name}", f"b/{name}")
+    diff = "".join(each if each.endswith("\n") else f"{each}\n\\ No newline at end of file\n" for each in lines)
     leaves = [
         (len(each.rows), mean_of(baking.losses(each)), baking.schedules[each.best]) for each in baking.tree.leaves()
     ]

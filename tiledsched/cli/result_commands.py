@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,7 @@ from tiledsched.cli.app import (
     USUAL_ARCH,
     CommaList,
     Invocation,
+    Number,
     arch_option,
     argument,
     command,
@@ -381,12 +382,12 @@ def written_report(
     return write_report(found, Path(folder))
 
 
-class Percent(click.FloatRange):
+class Percent(Number):
     """A number in a range, with or without the sign of percent."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number."""
-        return float(super().convert(cast(Any, str(value).removesuffix("%")), param, ctx))
+        return super().convert(str(value).removesuffix("%"), param, ctx)
 
 
 @command("compare")
@@ -409,7 +410,7 @@ class Percent(click.FloatRange):
 )
 @option(
     "--gate",
-    type=Percent(0, 100, min_open=True, max_open=True),
+    type=Percent(0.1, 100, max_open=True),
     metavar="PERCENT",
     help="let repeated runs decide: a slow-down of this much must be noticed, and noise must not",
 )

@@ -281,8 +281,10 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str, *, private: 
         if os.path.exists(target) and not private:
             shutil.copymode(target, partial)
         os.replace(partial, target)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = os.fspath(path)  # a user knows of no other file
         raise
 
 

@@ -233,8 +233,7 @@ class FlexFeatures(AttentionFeatures):
 
     def feature_arrays(self, q: Any) -> dict[str, Any]:
         """The lists and the arrays, by the names of the kernel's arrays."""
-        lists = {} if self.lists is None else {"Blocks": self.lists}
-        return lists | by_name(self.arrays)
+        return ({} if self.lists is None else {"Blocks": self.lists}) | by_name(self.arrays)
 
     def by_reference(self, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, Any]:
         """The output and the log-sum-exp, computed in float64 on the host; see :data:`elsewhere`."""
