@@ -30,6 +30,7 @@ DEVICE = Device(
     name="NVIDIA H200", arch="sm_90", sm_count=132, memory_bytes=139 << 30, l2_bytes=60 << 20, driver="580.1"
 )
 PROBLEM = Attention.standard(seq_len=4096, head_dim=64)
+DEFAULT = space_for("sm_90", Attention).default(PROBLEM)
 SOURCE = "abc"
 
 
@@ -83,7 +84,7 @@ def grid(tiles=(1.0, 1.06, 1.5, 2.1), occupancies=(1.0, 1.2), inert=1.0):
 
 def plain(tile_m, tile_n, **knobs):
     """The default schedule with another tile, and with `knobs`."""
-    return space_for("sm_90", Attention).default(PROBLEM).replace(tile_m=tile_m, tile_n=tile_n, **knobs)
+    return DEFAULT.replace(tile_m=tile_m, tile_n=tile_n, **knobs)
 
 
 def report_of(db, arch="sm_90", **wanted):
