@@ -62,6 +62,15 @@ def specs_of(blocks):
     return "".join(f"{name}: {json.dumps(value, default=list)}\n" for name, value in found.items())
 
 
+def draws_nothing(folder):
+    """A folder with a `vl_convert` that draws empty charts: tests/test_report_files.py draws those of every kind."""
+    folder.mkdir()
+    functions = {"vegalite_to_svg": "<svg/>", "vegalite_to_png": b"png", "javascript_bundle": "vega = 0;"}
+    made = "".join(f"def {name}(*given, **named):\n    return {text!r}\n\n\n" for name, text in functions.items())
+    (folder / "vl_convert.py").write_text(made, encoding="utf-8")
+    return str(folder)
+
+
 def check_report(name, report, folder):
     """Compares the sentences, tables, files and charts of a report with a file of tests/data/golden/report."""
     with pytest.MonkeyPatch.context() as patch:

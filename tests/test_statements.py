@@ -1,15 +1,25 @@
 """What reports, `explain` and `show` say is what the files hold, as other code finds it; and what is planted is found."""
 
+import os
 import re
 import shutil
 
 import pytest
 import statements
 from recomputed import Evidence
-from report_samples import add_times, entry, grid
+from report_samples import add_times, draws_nothing, entry, grid
 from statements import Reader
 
 from tiledsched.store.db import TuningDB
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_drawings(tmp_path_factory):
+    """No statement is read from the drawings of a report, which take half its time."""
+    found = [draws_nothing(tmp_path_factory.mktemp("drawing") / "module"), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, found)))
+        yield
 
 
 def said(capsys, *arguments):
