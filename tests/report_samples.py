@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from datetime import datetime, timezone
 
@@ -63,12 +64,12 @@ def specs_of(blocks):
 
 
 def draws_nothing(folder):
-    """A folder with a `vl_convert` that draws empty charts: tests/test_report_files.py draws those of every kind."""
+    """A PYTHONPATH with a `vl_convert` that draws empty charts: tests/test_report_files.py draws those of every kind."""
     folder.mkdir()
     functions = {"vegalite_to_svg": "<svg/>", "vegalite_to_png": b"png", "javascript_bundle": "vega = 0;"}
     made = "".join(f"def {name}(*given, **named):\n    return {text!r}\n\n\n" for name, text in functions.items())
     (folder / "vl_convert.py").write_text(made, encoding="utf-8")
-    return str(folder)
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 def check_report(name, report, folder):

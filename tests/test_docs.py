@@ -126,8 +126,7 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
     path_variable = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | folders | {"PATH": path_variable, "COLUMNS": "114", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if not name.startswith("TILEDSCHED_")}
-    if path.stem == "first-hour":
-        environment["PYTHONPATH"] = draws_nothing(tmp_path / "drawing")
+    environment["PYTHONPATH"] = draws_nothing(tmp_path / "drawing")
     if path.stem in ("training", "tune-my-model"):
         environment["PATH"] = f"{python_on_a_gpu(tmp_path / 'bin')}:{path_variable}"
     printed = ""
