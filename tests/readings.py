@@ -1106,23 +1106,26 @@ def shown_line(self, line):
         line,
     )
     _, us, rate, estimate, margin, ties, programs, schedule = found.groups()
-    alike = [
-        entry
-        for entry in self.evidence.all_entries
-        if entry["schedule"].short() == schedule
-        and entry["candidates"] == int(programs)
-        and len(entry["ties"]) == int(ties)
-    ]
-    yield "us", us, lambda: {f"{entry['measurement'].us:.1f}" for entry in alike if entry["measurement"]}
-    yield "margin", margin, lambda: {f"{entry['margin']:+.1%}" for entry in alike if entry["margin"] is not None}
-    yield "model us", estimate, lambda: {f"{entry['model_us']:.1f}" for entry in alike if entry["model_us"]}
+
+    def alike(value):
+        """The entries that may stand in this line, and have that value."""
+        for entry in self.evidence.all_entries:
+            counts = entry["candidates"], len(entry["ties"])
+            if (
+                entry[value] is not None
+                and counts == (int(programs), int(ties))
+                and entry["schedule"].short() == schedule
+            ):
+                yield entry
+
+    yield "us", us, lambda: {f"{entry['measurement'].us:.1f}" for entry in alike("measurement")}
+    yield "margin", margin, lambda: {f"{entry['margin']:+.1%}" for entry in alike("margin")}
+    yield "model us", estimate, lambda: {f"{entry['model_us']:.1f}" for entry in alike("model_us")}
     if rate != "-":
         yield (
             "rate",
             rate.split()[0],
-            lambda: {
-                f"{rate_of(entry['problem'], entry['measurement'].us):.0f}" for entry in alike if entry["measurement"]
-            },
+            lambda: {f"{rate_of(entry['problem'], entry['measurement'].us):.0f}" for entry in alike("measurement")},
         )
 
 

@@ -372,10 +372,10 @@ class Evidence:
         files = [table] * table.exists() + sorted((self.folder / "landscapes" / kernel).rglob("*.json.xz"))
         for path in files:
             data = json.loads(lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes())
-            found = {one.uid: one for one in map(self._shipped, data["measurements"]) if one.device["arch"] == arch}
+            uids = {one.uid: one for one in map(self._shipped, data["measurements"])}
+            found = {uid: one for uid, one in uids.items() if one.device["arch"] == arch}
             sizes = Counter(map(landscape_of, found.values()))
             shipped = {uid: one for uid, one in shipped.items() if sizes[landscape_of(one)] < 20} | found
-            uids = {one.uid: one for one in map(self._shipped, data["measurements"])}
             self.entries += [self._entry(each, uids.get(each["measurement"]), "shipped") for each in data["entries"]]
             self.facts |= {
                 each["fingerprint"]: each["facts"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from datetime import datetime, timezone
 
@@ -30,6 +31,7 @@ DEVICE = Device(
     name="NVIDIA H200", arch="sm_90", sm_count=132, memory_bytes=139 << 30, l2_bytes=60 << 20, driver="580.1"
 )
 PROBLEM = Attention.standard(seq_len=4096, head_dim=64)
+DEFAULT = space_for("sm_90", Attention).default(PROBLEM)
 SOURCE = "abc"
 
 
@@ -61,6 +63,15 @@ def specs_of(blocks):
     return "".join(f"{name}: {json.dumps(value, default=list)}\n" for name, value in found.items())
 
 
+def draws_nothing(folder):
+    """A PYTHONPATH with a `vl_convert` that draws empty charts: tests/test_report_files.py draws those of every kind."""
+    folder.mkdir()
+    functions = {"vegalite_to_svg": "<svg/>", "vegalite_to_png": b"png", "javascript_bundle": "vega = 0;"}
+    made = "".join(f"def {name}(*given, **named):\n    return {text!r}\n\n\n" for name, text in functions.items())
+    (folder / "vl_convert.py").write_text(made, encoding="utf-8")
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
 def check_report(name, report, folder):
     """Compares the sentences, tables, files and charts of a report with a file of tests/data/golden/report."""
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +94,7 @@ def grid(tiles=(1.0, 1.06, 1.5, 2.1), occupancies=(1.0, 1.2), inert=1.0):
 
 def plain(tile_m, tile_n, **knobs):
     """The default schedule with another tile, and with `knobs`."""
-    return space_for("sm_90", Attention).default(PROBLEM).replace(tile_m=tile_m, tile_n=tile_n, **knobs)
+    return DEFAULT.replace(tile_m=tile_m, tile_n=tile_n, **knobs)
 
 
 def report_of(db, arch="sm_90", **wanted):

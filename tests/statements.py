@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -120,6 +121,7 @@ class Reader:
         """Of more problems it is not found anew what not tuning costs them all."""
         self._hidden: Hidden | None = None
         self._untuned: dict[Any, Any] = {}
+        self._fitting = cache(lambda token: [self._fits(case, token) for case in evidence.cases])
         self.listed: dict[tuple[str, str], None] = {}
         """The problems in the order of the report."""
         for case in evidence.cases:
@@ -232,7 +234,8 @@ class Reader:
     def case_of(self, words):
         """The case that words such as `S=64 B=256 H=8 D=32 float16, causal` are about: of several that with the fewest options."""
         tokens = [token for token in re.split(r",? |,(?=\w+$)", words) if token]
-        fitting = [case for case in self.evidence.cases if all(self._fits(case, token) for token in tokens)]
+        fits = [self._fitting(token) for token in tokens]
+        fitting = [case for case, *each in zip(self.evidence.cases, *fits, strict=True) if all(each)]
 
         def unnamed(case):
             """What the words do not name: flags that are set, options, and another accumulator."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 import pytest
 from golden import leaf_commands
+from report_samples import draws_nothing
 from serve_on_cpu import using
 
 import tiledsched as ts
@@ -125,8 +126,7 @@ def test_a_page_shows_what_its_commands_print(path, tmp_path):
     path_variable = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | folders | {"PATH": path_variable, "COLUMNS": "114", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if not name.startswith("TILEDSCHED_")}
-    if path.stem == "first-hour":
-        environment["PYTHONPATH"] = draws_nothing(tmp_path / "drawing")
+    environment["PYTHONPATH"] = draws_nothing(tmp_path / "drawing")
     if path.stem in ("training", "tune-my-model"):
         environment["PATH"] = f"{python_on_a_gpu(tmp_path / 'bin')}:{path_variable}"
     printed = ""
@@ -167,15 +167,6 @@ def on_one_cpu():
     """Run this process on one CPU, another for each of pytest's workers: each compile process takes a second to start."""
     worker, cpus = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[worker % len(cpus)]})
-
-
-def draws_nothing(folder):
-    """A folder with a `vl_convert` that draws empty charts: tests/test_report_files.py draws those of every kind."""
-    folder.mkdir()
-    functions = {"vegalite_to_svg": "<svg/>", "vegalite_to_png": b"png", "javascript_bundle": "vega = 0;"}
-    made = "".join(f"def {name}(*given, **named):\n    return {text!r}\n\n\n" for name, text in functions.items())
-    (folder / "vl_convert.py").write_text(made, encoding="utf-8")
-    return str(folder)
 
 
 def python_on_a_gpu(folder):

@@ -132,6 +132,7 @@ def test_at_most_two_departures_from_the_plain_kernel() -> None:
         ({"division": "ieee", "tma_store": False}, "two departures"),
         ({"loop_split": True}, "nothing to split"),
         ({"tile_m": 96}, "not one of [64, 128, 16, 32]"),
+        ({"tma_loads": 1}, "tma_loads = 1 is not one of [True, False]"),
         ({"wings": 2}, "unknown knobs"),
         ({"tile_m": None}, "missing"),
     ],

@@ -6,6 +6,8 @@ The interpreter shows what the algorithm does. That compiled programs do the sam
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,13 +15,12 @@ import pytest
 from attention_runs import run_problem
 from kernel_checks import SPACES, check, make_inputs, schedule_for
 from test_kernel_mutations import mutated
-from tile_checks import sample
 
 import tiledsched.core.fields as ts
 from tiledsched.kernels.attention import Attention
 
 KEYS, ROW, PAGE = 150, 100, 16
-PROMPT = Attention.problem(seq_q=KEYS, seq_k=KEYS, head_dim=32, heads=4, kv_heads=2, causal=True)
+PROMPT = Attention.problem(seq_q=KEYS, seq_k=KEYS, head_dim=32, heads=2, kv_heads=1, causal=True)
 WINDOW = PROMPT.replace(window=50)
 SPANS = {"kv_splits": 2, "kv_combine": "in_order", "tile_m": 16, "tile_n": 16}
 STRUCTURES = {
@@ -54,10 +55,9 @@ def row_of(problem, knobs, arrays, row, kernel=Attention, **more):
 def one_row(whole, knobs, kernel=Attention):
     """Row ROW of a prompt, computed in ways that differ in everything but this row and the keys that it sees."""
     q, k, v = make_inputs(whole, amplitude=3.0)
-    others = [make_inputs(whole, seed) for seed in (1, 2)]
     yield row_of(whole, knobs, (q, k, v), ROW, kernel)
-    three = [np.concatenate([mine, *rest]) for mine, *rest in zip((q, k, v), *others, strict=True)]
-    yield row_of(whole.replace(batch=3), knobs, three, ROW, kernel)
+    both = [np.concatenate(each) for each in zip((q, k, v), make_inputs(whole, 1), strict=True)]
+    yield row_of(whole.replace(batch=2), knobs, both, ROW, kernel)
     for first, end in ((ROW, ROW + 1), (ROW - 10, ROW + 10), (ROW - 37, ROW + 40), (ROW, KEYS)):
         part = whole.replace(seq_q=end - first, seq_k=end, alignment="bottom_right")
         seen = [each[:, :, :end] for each in (k, v)]
@@ -66,7 +66,7 @@ def one_row(whole, knobs, kernel=Attention):
         return
     for room in (ROW + 10, 4 * KEYS):  # of which the other sequence uses a part only
         part = whole.replace(seq_q=1, seq_k=room, batch=2, causal=False, lengths=True)
-        padded = [np.full((2, 2, room, 32), np.nan, k.dtype) for _ in "kv"]
+        padded = [np.full((2, 1, room, 32), np.nan, k.dtype) for _ in "kv"]
         for array, mine in zip(padded, (k, v), strict=True):
             array[0, :, : ROW + 1], array[1, :, :9] = mine[0, :, : ROW + 1], 1
         queries = np.concatenate([q[:, :, ROW : ROW + 1]] * 2)
@@ -94,10 +94,10 @@ def test_a_row_has_the_same_bits_whatever_is_computed_beside_it(whole, structure
 
 def in_pages(array, table):
     """Keys or values of one sequence in pages, which lie where the table says; NaN behind them."""
-    room = np.full((2, len(table) * PAGE, 32), np.nan, array.dtype)
+    room = np.full((1, len(table) * PAGE, 32), np.nan, array.dtype)
     room[:, : array.shape[2]] = array[0]
-    found = np.empty((len(table), 2, PAGE, 32), array.dtype)
-    found[table] = room.reshape(2, -1, PAGE, 32).swapaxes(0, 1)
+    found = np.empty((len(table), 1, PAGE, 32), array.dtype)
+    found[table] = room.reshape(1, -1, PAGE, 32).swapaxes(0, 1)
     return found
 
 
@@ -181,10 +181,10 @@ def test_a_schedule_with_an_order_works_for_all_sizes(arch):
         decoding.replace(page=64, lengths=True): [{"seq_k": 64, "batch": 3}],
         PROMPT.replace(seq_q=600, seq_k=600, packed=3): [{"seq_q": 90, "seq_k": 90, "packed": 9}],
     }
-    orders = set()
+    orders, rng, workable = set(), random.Random(0), replace(SPACES[arch], constraints=SPACES[arch].needed)
     for problem, sizes in families.items():
-        for schedule in sample(Attention, problem, 3, arch=arch):
-            schedule = Attention.ordered(problem, schedule)
+        for _ in range(8):
+            schedule = Attention.ordered(problem, workable.sample(problem, rng))
             assert SPACES[arch].unworkable(schedule, problem) == []
             assert Attention.ordered(problem, schedule) == schedule
             for size in sizes:

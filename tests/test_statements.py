@@ -6,10 +6,18 @@ import shutil
 import pytest
 import statements
 from recomputed import Evidence
-from report_samples import add_times, entry, grid
+from report_samples import add_times, draws_nothing, entry, grid
 from statements import Reader
 
 from tiledsched.store.db import TuningDB
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_drawings(tmp_path_factory):
+    """No statement is read from the drawings of a report, which take half its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", draws_nothing(tmp_path_factory.mktemp("drawing") / "module"))
+        yield
 
 
 def said(capsys, *arguments):

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,15 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         CompressedFileError: the file is compressed.
     """
     try:
-        return tomllib.loads(check_plain(path, read_bounded(path, MOST_TYPED)).decode("utf-8"))
+        return dict(_parsed_toml(check_plain(path, read_bounded(path, MOST_TYPED)).decode("utf-8")))
     except RecursionError as error:
         raise ValueError(str(error)) from error
+
+
+@lru_cache(maxsize=32)
+def _parsed_toml(text: str) -> dict[str, Any]:
+    """What a text says, which nobody changes: search spaces are read again for each table that is served from."""
+    return tomllib.loads(text)
 
 
 def unpacked(data: bytes, most: int = MOST_BYTES) -> bytearray:

@@ -250,7 +250,7 @@ class SearchSpace:
         for name, knob in self.knobs.items():
             if name not in schedule:
                 reasons.append(f"knob {name!r} is missing; allowed values are {some_of(knob.choices)}")
-            elif not contains(knob.choices, schedule[name]):
+            elif (type(schedule[name]), schedule[name]) not in self._choices[name]:
                 reasons.append(f"{name} = {schedule[name]!r} is not one of {some_of(knob.choices)}")
         unknown = sorted(set(schedule) - set(self.knobs))
         if unknown:

@@ -203,8 +203,10 @@ def strongest_pair(one: ProblemReport, tile: Collection[str]) -> tuple[str, ...]
         knob for knob in sorted(one.best.schedule) if len({str(timed.schedule.get(knob)) for timed in programs}) > 1
     ]
     for timed in programs:
-        for pair in itertools.combinations((knob for knob in knobs if knob in timed.schedule), 2):
-            best[pair][timed.schedule[pair[0]], timed.schedule[pair[1]]].append(math.log(min(timed.relative, NEAR_END)))
+        slower = math.log(min(timed.relative, NEAR_END))
+        values = [(knob, timed.schedule[knob]) for knob in knobs if knob in timed.schedule]
+        for (first, a), (second, b) in itertools.combinations(values, 2):
+            best[first, second][a, b].append(slower)
     worth = {}
     for pair, squares in best.items():
         least = {values: min(logs) for values, logs in squares.items() if len(logs) >= FEWEST_PROGRAMS}
