@@ -281,6 +281,8 @@ def step_cycles(
         rate *= SINGLE_WARP_RATE
     elif tile_m < spec.product_rows:  # instructions half empty
         rate = rate * tile_m / spec.product_rows
+    if problem.q8:
+        rate *= spec.fp8_speedup
     # Operands come from shared memory, once per instruction: k and v, and q too unless warps keep it in registers.
     chunk = max(spec.product_rows, tile_m / warps)
     operands = step_n * (columns_k + columns_v) + (chunk * columns_k if spec.product_rows > ROWS_PER_WARP else 0)
@@ -300,7 +302,7 @@ def step_cycles(
         lost += LAZY_STEP * chains
     if spec.producer_warps and not schedule["tma_loads"]:
         lost += step_n * (columns_k + columns_v) * problem.key_bytes / COPIED_BYTES_PER_CYCLE
-    if problem.kv8:
+    if problem.kv8 and not problem.q8:
         lost += step_n * ((columns_k + columns_v) * CONVERTED + columns_v * TRANSPOSED * (tile_m >= WARPGROUP_ROWS))
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY
