@@ -74,7 +74,7 @@ class FeatureArguments(NamedTuple):
             "KScale": ts.array("kv_scales", dtype="float32", when="eight_bits"),
         },
     ] = None
-    """`[1]`, `[kv_heads]` or `[pages]`: what keys in 8 bits are multiplied with; times the scale of queries in 8 bits, if they are."""
+    """`[1]`, `[kv_heads]` or `[pages]`: what keys in 8 bits are multiplied with, and queries, too, where these have 8 bits."""
     v_scale: Annotated[Any, {"VScale": ts.array("kv_scales", dtype="float32", when="eight_bits")}] = None
     """Likewise for values."""
 

@@ -138,9 +138,13 @@ def _check_words(values: dict[str, Value]) -> None:
 def unfit_for_q8(values: Mapping[str, Any]) -> str:
     """Why there is no kernel with queries in 8 bits for the values of a problem; empty where there is one."""
     if values["kv8"] not in ("tensor", "head") or values["dtype"] != "bfloat16":
-        return "queries in 8 bits need kv8 = 'tensor' or 'head', and dtype = 'bfloat16', which is the type of the output"
+        return (
+            "queries in 8 bits need kv8 = 'tensor' or 'head', and dtype = 'bfloat16', which is the type of the output"
+        )
     if values["seq_q"] <= FEW_ROWS:
-        return f"queries in 8 bits are for more than {FEW_ROWS} rows, got {values['seq_q']}; few are as fast in bfloat16"
+        return (
+            f"queries in 8 bits are for more than {FEW_ROWS} rows, got {values['seq_q']}; few are as fast in bfloat16"
+        )
     sizes = {name: values[name] for name in ("seq_k", "head_dim", "value_dim") if values[name] % ALIGNMENT}
     wrong = sizes | {name: values[name] for name in ("page", "packed", "starts", "softcap") if values[name]}
     return (
@@ -239,7 +243,9 @@ DERIVED = {
     "q_dtype": lambda p: EIGHT_BITS if p.q8 else p.dtype,
     "element_bytes": lambda p: ITEM_BYTES[p.q_dtype],
     "eight_bits": lambda p: bool(p.kv8),  # whether keys and values have 8 bits
-    "numbers": lambda p: words_of(p.head_dim, p.value_columns)[0] if p.kv8 and not p.q8 else 1,  # in an element of k or v
+    "numbers": lambda p: (
+        words_of(p.head_dim, p.value_columns)[0] if p.kv8 and not p.q8 else 1
+    ),  # in an element of k or v
     "kv_dtype": lambda p: words_of(p.head_dim, p.value_columns)[1] if p.kv8 and not p.q8 else p.q_dtype,
     "v_layout": lambda p: "column" if p.q8 else "row",
     "key_bytes": lambda p: ITEM_BYTES[EIGHT_BITS if p.kv8 else p.dtype],

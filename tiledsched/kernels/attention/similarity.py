@@ -52,7 +52,8 @@ class AttentionSimilarity(Similarity):
 
         It is whether a mask skips keys; the padded head dimension; whether there are few query rows; if there are many, whether
         heads are padded, because padded heads are loaded in column parts and leave other tiles room; whether threads copy
-        rows; and whether queries have 8 bits. Of few rows, a mask that ends at the last key hides next to nothing, and counts as none.
+        rows; and whether queries have 8 bits. Of few rows, a mask that ends at the last key hides next to nothing, and counts as
+        none.
         """
         few = p.mean_rows <= FEW_ROWS
         return (
@@ -121,7 +122,7 @@ class AttentionSimilarity(Similarity):
         return ("kv_splits", "kv_combine") if p.mean_rows <= FEW_ROWS else ()
 
     def requires_same_kind(self, p: Any) -> bool:
-        """Whether there are few rows, copied rows or queries in 8 bits, for which the winners of other kinds are useless."""
+        """Whether there are few rows, copied rows or queries in 8 bits, for which winners of other kinds are useless."""
         return p.mean_rows <= FEW_ROWS or copies_rows(p) or p.q8
 
     def equivalents(self, p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
