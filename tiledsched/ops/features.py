@@ -151,7 +151,8 @@ def read_features(
     Args:
         q, k: tensors that fit together.
         alignment: of the causal mask; None for no mask.
-        window, softcap, sinks, key_starts, key_lengths, q_scale, k_scale, v_scale: as the caller gave them; None for those not given.
+        window, softcap, sinks, key_starts, key_lengths, q_scale, k_scale, v_scale: as the caller gave them; None for those
+            not given.
         pages: entries of k, where these are pages.
 
     Raises:
@@ -215,6 +216,8 @@ def read_scales(q: Any, k: Any, q_scale: Any, k_scale: Any, v_scale: Any, pages:
         )
     if q_scale is None and k_scale is None and v_scale is None:
         return {}
+    if {type(q_scale), type(k_scale)} <= {int, float}:
+        q_scale, k_scale = None, q_scale * k_scale
     kv_heads = k.shape[-3] if k.ndim > 2 else 1
     sizes: dict[Any, tuple[int, ...]] = {
         **({(pages,): (pages, 1), (pages, 1): (pages, 1)} if pages else {}),
@@ -245,7 +248,7 @@ def read_scales(q: Any, k: Any, q_scale: Any, k_scale: Any, v_scale: Any, pages:
         scale = found.pop("q_scale")
         if scale.shape not in ((1,), found["k_scale"].shape):
             raise ProblemError(
-                f"q_scale must have one number, or the shape of k_scale, got {tuple(scale.shape)}; expand k_scale"
+                f"q_scale must have one number or the shape of k_scale, got {tuple(scale.shape)}; expand k_scale and v_scale"
             )
         found["k_scale"] = found["k_scale"] * scale
     return found
@@ -261,8 +264,8 @@ _kept_number = functools.lru_cache(256)(_number)
 
 
 def in_words(each: Any, numbers: int, kind: str) -> Any:
-    """A tensor of 8-bit numbers as the kernel takes it, as words of `numbers`. One whose rows are no whole words is copied, and
-    likewise of `kind` float8_e4m3fn one whose rows do not begin at multiples of `numbers`."""
+    """A tensor of 8-bit numbers as the kernel takes it: of type `kind`, in words of `numbers` or, of their own type, with rows
+    that begin at multiples of `numbers`. One whose rows are no whole words, or begin elsewhere, is copied."""
     split = each.stride(-1) != 1 or any(step % numbers for step in (*each.stride()[:-1], each.storage_offset()))
     return (each.contiguous() if split else each).view(getattr(torch, kind))
 

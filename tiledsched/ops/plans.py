@@ -124,9 +124,8 @@ class AttentionCall(NamedTuple):
         """Whether the kernel has no program for the call's queries in 8 bits; it has one for the same numbers in bfloat16."""
         if unserved(*self[:3], None, 0.0):
             return True
-        spec = ARCHS.get(process.device_facts(self.q.device.index or 0).arch)
         values = {**self.fields(), "page": 0, "kv8": self.features.kv8}
-        return spec is None or spec.fp8_speedup == 1 or unfit_for_q8(values) != ""
+        return not multiplies_eight_bits(self.q.device.index or 0) or unfit_for_q8(values) != ""
 
     def find_plan(self) -> Plan | str:
         """The plan of the call, or why the kernel cannot serve it.
@@ -210,6 +209,16 @@ class AttentionCall(NamedTuple):
         """Launch a plan of the call; see :func:`launch_attention`."""
         q, k, v, _, _, lse, features = self
         return launch_attention(plan, q, k, v, lse, features, first, keep_zeros)
+
+
+def multiplies_eight_bits(index: int) -> bool:
+    """Whether device `index` has products of 8-bit floats."""
+    arch = process.device_facts(index).arch
+    return arch in ARCHS and ARCHS[arch].fp8_speedup > 1
+
+
+# Under torch.compile: called while tracing and not traced.
+multiplies_eight_bits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def launch_attention(

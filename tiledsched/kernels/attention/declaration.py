@@ -62,8 +62,8 @@ to 3 bits of mantissa: each is off by 2**-4 of itself at most and 2.5e-2 on aver
 LARGEST_LSE_ERROR = {"fp32": 2e-3, "fp16": 1e-1, EIGHT_BITS: 2e-2}
 """Largest absolute error that a log-sum-exp may have, by accum_mode. The log-sum-exp is the logarithm of a sum in float32.
 Rounding makes errors far below this (tests/test_measure_accuracy.py); leaving out one key of 500 equal ones makes an error of
-this size. Sums of products of 8 bits keep about 14 bits in the tensor cores of sm_90: at a score of 24 of 128 columns, each of four
-additions may lose 2**-13 of a sum of 270, together 1.2e-2 of the score.
+this size. Sums of products of 8 bits keep about 14 bits in the tensor cores of sm_90: at a score of 24 of 128 columns, each of
+four additions may lose 2**-13 of a sum of 270, together 1.2e-2 of the score.
 """
 BEYOND_FP16_SUMS = ("large", "cancelling")
 """Kinds of inputs for which the outputs of float16 accumulators, and of sums of 14 bits, are not judged."""

@@ -166,8 +166,8 @@ class AttentionSimilarity(Similarity):
         """The schedule that serves `p` where no similar problem was measured; None for the default schedule.
 
         With few rows, the model chooses splits, packing and tile height: for one row and 8 heads the default launches 8 blocks on
-        a GPU of a hundred SMs. With many rows that are wide and copied by threads, tiles are small, which do not spill. With queries
-        in 8 bits it is the fastest of those that were tried, where rows are not wide.
+        a GPU of a hundred SMs. With many rows that are wide and copied by threads, tiles are small, which do not spill. With
+        queries in 8 bits tiles are those that were fastest of a few on an H200, or, of wide rows, some that do not spill.
         """
         if p.q8:
             tile = Q8_TILE if max(p.tile_d, p.tile_v) <= WIDE_HEAD else Q8_WIDE_TILE
