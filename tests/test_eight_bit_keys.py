@@ -86,7 +86,11 @@ FAULTS = {
         "1.0\n    chains",
         "queries",
     ),
-    "no scale of the values of queries": ("scaled(chain.acc, value_scale)", "chain.acc", "queries"),
+    "no scale of the values of queries": (
+        "scaled(chain.acc, own_scale(features.VScale, kv_head, const))",
+        "chain.acc",
+        "queries",
+    ),
     "queries with the scale of the first head": (" or const.Q8 == PER_HEAD", "", "queries"),
     "queries with the scale of each head": ("or const.Q8 == PER_HEAD", "or const.Q8 > 0", "queries, one scale"),
     "the power of two left in the output": (

@@ -572,8 +572,7 @@ class Declaration:
         dtype = each.dtype or "dtype"
         if dtype in cls.fields or dtype in cls.derived:
             dtype = str(getattr(p, dtype))
-        named = each.layout in cls.fields or each.layout in cls.derived
-        layout = str(getattr(p, each.layout)) if named else each.layout
+        layout = str(getattr(p, each.layout)) if each.layout in (*cls.fields, *cls.derived) else each.layout
         shapes = cls._shapes(each, p, s)
         if absent and each.role == "in":
             shapes = tuple((1,) * len(shape) for shape in shapes)

@@ -239,18 +239,13 @@ def read_scales(q: Any, k: Any, q_scale: Any, k_scale: Any, v_scale: Any, pages:
                 f"{f' or [pages = {pages}]' if pages else ''}, got {got}; keys and values in 8 bits need k_scale and v_scale"
             )
         found[name] = each.reshape(sizes[shape])
+    if q_scale is not None:
+        found["k_scale"] = found["k_scale"] * found.pop("q_scale")
     if found["k_scale"].shape != found["v_scale"].shape:
         raise ProblemError(
-            f"k_scale and v_scale must have one shape, got {tuple(found['k_scale'].shape)} and "
+            f"k_scale (times q_scale) and v_scale must have one shape, got {tuple(found['k_scale'].shape)} and "
             f"{tuple(found['v_scale'].shape)}; expand one of them"
         )
-    if q_scale is not None:
-        scale = found.pop("q_scale")
-        if scale.shape not in ((1,), found["k_scale"].shape):
-            raise ProblemError(
-                f"q_scale must have one number or the shape of k_scale, got {tuple(scale.shape)}; expand k_scale and v_scale"
-            )
-        found["k_scale"] = found["k_scale"] * scale
     return found
 
 

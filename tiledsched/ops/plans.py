@@ -94,7 +94,7 @@ class AttentionCall(NamedTuple):
             ProblemError: the kernel has no such problem.
         """
         page = 0 if self.features.block_table is None else self.k.shape[2]
-        eight: dict[str, Any] = {"kv8": self.features.kv8} | ({"q8": True} if self.q.dtype == EIGHT_BIT_DTYPE else {})
+        eight: dict[str, Any] = {"kv8": self.features.kv8, "q8": self.q.dtype == EIGHT_BIT_DTYPE}
         problem = self.features.kernel.problem(**self.fields(), page=page, **eight, lse=self.lse)
         if beyond_int32(self.tensors):  # pages are more than a call reads, and others may be parts of larger ones
             # As if derived of the sizes: the same problem, by functions with 64-bit indices.

@@ -260,8 +260,12 @@ class Attention(Kernel):
             "SCORE_MOD",
             "MASK_MOD",
         } | (set() if s.get("pack_gqa", False) else {"GROUP"})
-        places |= set() if p.q8 else {"Q8"}  # what is no part of the classes that were built before it
-        rest = {name: value for name, value in Attention.constants(p, s).items() if name not in places}
+        # Classes of before queries in 8 bits know no Q8.
+        rest = {
+            name: value
+            for name, value in Attention.constants(p, s).items()
+            if name not in places and (p.q8 or name != "Q8")
+        }
         return [Attention.entry(p, s).__name__, p.page > 0, copies_rows(p), rest]
 
     @staticmethod

@@ -18,7 +18,7 @@ import numpy
 
 from tiledsched.core.cases import Case, laid_out
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import LARGEST, to_storage
+from tiledsched.core.storage import LARGEST, storage_type, to_storage
 from tiledsched.kernels.attention.options import EIGHT_BITS
 from tiledsched.kernels.attention.problem import padding_below
 from tiledsched.kernels.attention.reference import by_row
@@ -87,7 +87,7 @@ def eight_bit_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
     for name, columns in (("K", p.head_dim), ("V", p.value_columns)):
         scales = (10.0 ** (rng.random(p.kv_scales, dtype=numpy.float32) - 2.0)).astype(numpy.float32)
         numbers = rng.standard_normal((p.key_entries, p.kv_heads, p.key_rows, columns), dtype=numpy.float32)
-        numbers = numbers / by_row(scales, p)
+        numbers /= by_row(scales, p)
         found |= {name: numbers if p.q8 else in_words(xp, numbers, p), f"{name}Scale": scales}
     return found
 
@@ -102,8 +102,7 @@ def in_eight_bits(xp: Any, numbers: Any, p: Problem) -> tuple[Any, Any]:
 
 def in_words(xp: Any, numbers: Any, p: Problem) -> Any:
     """Numbers rounded to 8 bits, as elements of k or v: in words, unless queries have 8 bits, too."""
-    numbers = xp.ascontiguousarray(to_storage(xp, numbers, EIGHT_BITS))
-    return numbers if p.q8 else numbers.view(p.kv_dtype)
+    return xp.ascontiguousarray(to_storage(xp, numbers, EIGHT_BITS)).view(storage_type(p.kv_dtype))
 
 
 def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:

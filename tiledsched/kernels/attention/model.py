@@ -277,12 +277,11 @@ def step_cycles(
     scores = rows * step_n
 
     rate = float(spec.tensor_flops * (spec.fp16_accumulate_speedup if schedule["accum_mode"] == "fp16" else 1))
+    rate *= spec.fp8_speedup if problem.q8 else 1
     if spec.product_rows > ROWS_PER_WARP and tile_m < WARPGROUP_ROWS:  # products of single warps
         rate *= SINGLE_WARP_RATE
     elif tile_m < spec.product_rows:  # instructions half empty
         rate = rate * tile_m / spec.product_rows
-    if problem.q8:
-        rate *= spec.fp8_speedup
     # Operands come from shared memory, once per instruction: k and v, and q too unless warps keep it in registers.
     chunk = max(spec.product_rows, tile_m / warps)
     operands = step_n * (columns_k + columns_v) + (chunk * columns_k if spec.product_rows > ROWS_PER_WARP else 0)

@@ -126,8 +126,7 @@ def attention_and_lse(
 def scaled_numbers(xp: Any, words: Any, scales: Any, p: Any, dtype: str) -> Any:
     """Keys or values `[entries, kv_heads, rows, columns]` in `dtype`, of the words that hold them in 8 bits, or, with queries in
     8 bits, of the numbers; and of their scales."""
-    numbers = words if p.q8 else to_float(xp, words.view("uint8"), EIGHT_BITS, dtype)
-    return numbers * by_row(scales.astype(dtype), p)
+    return (words if p.q8 else to_float(xp, words.view("uint8"), EIGHT_BITS, dtype)) * by_row(scales.astype(dtype), p)
 
 
 def by_row(scales: Any, p: Any) -> Any:

@@ -171,8 +171,11 @@ class AttentionSimilarity(Similarity):
         """
         if p.q8:
             tile = Q8_TILE if max(p.tile_d, p.tile_v) <= WIDE_HEAD else Q8_WIDE_TILE
-            masked = skips_keys(p) or p.spanned or p.seq_k % tile["tile_n"] != 0
-            return default.replace(**tile, loop_split=masked, block_order="swizzled" if p.causal else "natural")
+            return default.replace(
+                **tile,
+                loop_split=skips_keys(p) or p.spanned or p.seq_k % tile["tile_n"] != 0,
+                block_order="swizzled" if p.causal else "natural",
+            )
         if p.mean_rows > FEW_ROWS:
             if p.tile_d <= WIDE_HEAD or not copies_rows(p):
                 return None

@@ -375,9 +375,9 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
         scale_log2 = scale_log2 * own_scale(features.KScale, kv_head, const)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
     if const.Q8:
-        value_scale = own_scale(features.VScale, kv_head, const)
         chains = tuple(
-            Chain(scaled(chain.acc, value_scale), chain.row_max, chain.row_sum) for chain in ct.static_iter(chains)
+            Chain(scaled(chain.acc, own_scale(features.VScale, kv_head, const)), chain.row_max, chain.row_sum)
+            for chain in ct.static_iter(chains)
         )
     if const.KV8:
         chains = tuple(
