@@ -7,6 +7,7 @@ from kernel_checks import SPACES, schedule_for
 from test_kernel_mutations import mutated
 
 from tiledsched.checking.interpreted import check_schedule
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention import Attention
 
@@ -177,6 +178,23 @@ def test_other_problems_are_as_before():
     assert "q8" not in narrow.to_json()
     assert "Q8" not in Attention.spill_class(narrow, schedule)[-1]
     assert Attention.spill_class(narrow.replace(q8=True), schedule)[-1]["Q8"] == 2
+
+
+@pytest.mark.parametrize("keys", [80, 208, 8208])
+def test_lengths_that_stand_for_others_are_lengths_of_queries_in_8_bits(keys):
+    p = QUERIES.replace(seq_q=max(80, keys), seq_k=keys)
+    assert abs(Attention.similarity.bucketed(p).seq_k / keys - 1) < 0.13
+    assert Attention.representative(p.replace(seq_q=8208, causal=True, window=5001)).q8
+
+
+def test_a_prompt_in_8_bits_is_modelled_as_faster():
+    wide = Attention.problem(seq_q=4096, seq_k=4096, head_dim=128, heads=16, dtype="bfloat16")
+    times = []
+    for p in (wide.replace(kv8="head", q8=True), wide, wide.replace(kv8="head")):
+        schedule = SPACES["sm_90"].default(p).replace(tile_n=128, occupancy=2)
+        facts = Attention.cost.expected(p, schedule, arch_spec("sm_90"))
+        times.append(Attention.cost.model(p, schedule, facts, arch_spec("sm_90")))
+    assert times == sorted(times)
 
 
 def test_half_the_bytes():

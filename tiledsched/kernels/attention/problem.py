@@ -254,6 +254,7 @@ DERIVED = {
     "kv_scales": lambda p: {"head": p.kv_heads, "page": p.key_entries}.get(p.kv8, 1),
     "wide": is_wide,
     "visible_pairs": visible_pairs,
+    "key_unit": lambda p: p.page or (ALIGNMENT if p.q8 else 1),  # of which the number of keys is a multiple
     "past_keys": lambda p: p.seq_k + 1,  # what lengths lie below
     "has_features": lambda p: any(
         getattr(p, name) for name in FIELDS if name != "page"
@@ -288,7 +289,7 @@ def representative(p: Any) -> Any:
     One row that is aligned at the last key has no causal mask, so that both kinds differ in more than in sizes.
     """
     keys = max(REPRESENTATIVE_KEYS, 2 * (p.window + p.window_right))
-    keys += -keys % max(1, p.page)
+    keys += -keys % p.key_unit
     sequences, rows = (REPRESENTATIVE_SEQUENCES, 1) if p.mean_rows == 1 else (1, keys)
     if p.packed:
         together = max(2, sequences)

@@ -112,7 +112,7 @@ class AttentionSimilarity(Similarity):
 
         A model that decodes has another length with every token, and finding a new answer would take milliseconds.
         """
-        keys = p.page * _about(p.pages) if p.page else _about(p.seq_k, p.mean_rows <= FEW_ROWS)
+        keys = p.key_unit * _about(p.seq_k // p.key_unit, p.mean_rows <= FEW_ROWS and not p.page)
         rows, packed = _about(p.seq_q), 1 << (p.packed - 1).bit_length() if p.packed else 0
         same = (rows, keys, packed) == (p.seq_q, p.seq_k, p.packed)
         return p if same else p.replace(seq_q=rows, seq_k=keys, packed=packed)
