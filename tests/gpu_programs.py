@@ -68,6 +68,25 @@ EPILOGUES: dict[str, tuple[Any, ...]] = {
     "residual": FLAG,
     "out_dtype": (*HALVES, "float8_e4m3fn"),
 }
+EIGHT_BIT_QUERIES: dict[str, tuple[Any, ...]] = {
+    "seq_q": (65, 129, 300),
+    "seq_k": (16, 144, 1008),
+    "head_dim": (64, 128, 96, 16, 256),
+    "value_dim": (0, 0, 64),
+    "dtype": ("bfloat16",),
+    "causal": FLAG,
+    "alignment": ("top_left", "bottom_right"),
+    "batch": (1, 3),
+    "group": (1, 3),
+    "kv_heads": (1, 2),
+    "window": (0, 0, 50),
+    "sinks": FLAG,
+    "lengths": FLAG,
+    "lse": FLAG,
+    "kv8": ("tensor", "head"),
+    "q8": (True,),
+}
+"""Of attention with queries in 8 bits, which most of the values above do not go with: drawn in addition."""
 UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
     "attention": ATTENTION | {"lse": FLAG, "page": (0, 0, 64), "kv8": ("", "", "", "", "tensor", "head", "page")},
     "attention_backward": ATTENTION | {"deterministic": FLAG, "dlse": FLAG},
@@ -144,7 +163,7 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Kernel -> values of the fields of problems that are in no table; problems are drawn so that all pairs of values occur."""
 UNTUNED["rope_in_place"] = UNTUNED["rope"]
-MOST_DRAWN = 48
+MOST_DRAWN, MOST_OF_QUERIES = 48, 16
 """Problems drawn of a kernel."""
 TILED = {
     "rows": "TILE_ROWS",
@@ -286,9 +305,19 @@ def hashes() -> dict[str, str]:
 
 def drawn(kernel: KernelClass) -> list[Problem]:
     """Problems of a kernel such that pairs of values of its fields occur together, where the kernel allows it."""
-    rng, found, covered = random.Random(kernel.name), dict[Problem, None](), set[Any]()
-    options = UNTUNED.get(kernel.name, {})
-    for _ in range(MOST_DRAWN):
+    rng = random.Random(kernel.name)
+    found = drawn_of(kernel, UNTUNED.get(kernel.name, {}), MOST_DRAWN, rng)
+    if kernel.name == "attention":
+        found += drawn_of(kernel, EIGHT_BIT_QUERIES, MOST_OF_QUERIES, rng)
+    return found
+
+
+def drawn_of(
+    kernel: KernelClass, options: Mapping[str, tuple[Any, ...]], most: int, rng: random.Random
+) -> list[Problem]:
+    """At most so many such problems, of values that the options list."""
+    found, covered = dict[Problem, None](), set[Any]()
+    for _ in range(most):
         best: tuple[int, Problem, set[Any]] | None = None
         for _ in range(40):
             values = {name: rng.choice(choices) for name, choices in options.items()}

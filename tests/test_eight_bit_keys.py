@@ -7,6 +7,7 @@ from kernel_checks import SPACES, schedule_for
 from test_kernel_mutations import mutated
 
 from tiledsched.checking.interpreted import check_schedule
+from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention import Attention
 
@@ -17,6 +18,10 @@ ROWS = DECODING.replace(seq_q=20, seq_k=90, causal=True, alignment="bottom_right
 PAGED = DECODING.replace(seq_k=192, batch=3, lengths=True, page=16, kv8="page")
 PACKED = {"tile_m": 16, "tile_n": 32, "pack_gqa": True}
 SPLIT = {**PACKED, "kv_splits": 2, "kv_combine": "launch"}
+QUERIES = Attention.problem(
+    seq_q=100, seq_k=144, head_dim=64, heads=4, kv_heads=2, dtype="bfloat16", kv8="head", q8=True, lse=True
+)
+TILES = {"tile_m": 64, "tile_n": 32}
 CASES = {
     "one key": (DECODING.replace(seq_k=1), PACKED),
     "a tile and one more": (DECODING.replace(seq_k=33, kv8="tensor", dtype="float16"), PACKED),
@@ -39,6 +44,28 @@ CASES = {
     "a window of pages": (PAGED.replace(causal=True, alignment="bottom_right", window=40), PACKED),
     "packed sequences": (ROWS.replace(seq_q=60, packed=4), {"tile_m": 16, "tile_n": 32}),
     "packed rows over pages": (PAGED.replace(seq_q=40, batch=1, packed=3), {"tile_m": 64, "tile_n": 32}),
+    "queries": (QUERIES, TILES),
+    "queries, one scale": (
+        QUERIES.replace(kv8="tensor", causal=True, alignment="bottom_right"),
+        {**TILES, "loop_split": True},
+    ),
+    "queries of wide heads": (
+        QUERIES.replace(head_dim=128, value_dim=96, seq_k=208),
+        {"tile_m": 64, "tile_n": 64, "kv_subtiles": 2, "loop_split": True},
+    ),
+    "queries in a window": (
+        QUERIES.replace(seq_q=144, causal=True, window=40, sinks=True),
+        {**TILES, "qk_ahead": True},
+    ),
+    "queries, late stores": (
+        QUERIES.replace(batch=3, lengths=True, head_dim=80),
+        {**TILES, "persistent": "strided", "store_late": True},
+    ),
+    "queries, shares": (QUERIES, {**TILES, "kv_splits": 2, "kv_combine": "launch"}),
+    "queries, two tiles": (
+        QUERIES.replace(seq_q=150, head_dim=16),
+        {**TILES, "q_subtiles": 2, "unroll": 2, "persistent": "strided"},
+    ),
 }
 
 
@@ -55,10 +82,37 @@ def test_against_float64(case):
 
 
 FAULTS = {
+    "no scale of queries and keys": (
+        "own_scale(features.KScale, kv_head, const)\n    chains",
+        "1.0\n    chains",
+        "queries",
+    ),
+    "no scale of the values of queries": (
+        "scaled(chain.acc, own_scale(features.VScale, kv_head, const))",
+        "chain.acc",
+        "queries",
+    ),
+    "queries with the scale of the first head": (" or const.Q8 == PER_HEAD", "", "queries"),
+    "queries with the scale of each head": ("or const.Q8 == PER_HEAD", "or const.Q8 > 0", "queries, one scale"),
+    "the power of two left in the output": (
+        "row_sum = add_rows(chain.row_sum * alpha, p)",
+        "row_sum = add_rows(chain.row_sum * alpha, tuple(each * 0.00390625 for each in ct.static_iter(p)))",
+        "queries",
+    ),
+    "the power of two left in the log-sum-exp": (
+        "(chain.row_max + ct.log2",
+        "(chain.row_max + 8.0 + ct.log2",
+        "queries",
+    ),
+    "probabilities beyond 8 bits": ("step_max - EIGHT_BIT_POWER", "step_max - 2.0 * EIGHT_BIT_POWER", "queries"),
     "no scale of values": ("found * scales.values", "found", "shares"),
     "no scale of keys": ("factor * scales.keys", "factor", "shares"),
-    "the scale of the first head": ("kv_head if const.KV8 == PER_HEAD else 0", "0", "shares"),
-    "the scale of each head as one": ("kv_head if const.KV8 == PER_HEAD else 0", "kv_head", "two tiles a step"),
+    "the scale of the first head": ("kv_head if const.KV8 == PER_HEAD or const.Q8 == PER_HEAD else 0", "0", "shares"),
+    "the scale of each head as one": (
+        "kv_head if const.KV8 == PER_HEAD or const.Q8 == PER_HEAD else 0",
+        "kv_head",
+        "two tiles a step",
+    ),
     "queries not brought back": ("factor = ct.exp2(power)", "factor = 1.0", "shares"),
     "planes of one byte": ("words >> (8 * place)", "words >> 8", "shares"),
     "the first half of each word": ("words >> (16 * place)", "words", "wide heads"),
@@ -99,6 +153,19 @@ def test_what_is_refused():
         Attention.problem(**{**make, "head_dim": 65}, kv8="head")
     with pytest.raises(ProblemError, match=r"kv8 must be one of .*tensor"):
         Attention.problem(**make, kv8="row")
+    for changed, words in (
+        ({"kv8": ""}, "need kv8 = 'tensor' or 'head'"),
+        ({"dtype": "float16"}, "dtype = 'bfloat16', which is the type of the output"),
+        ({"seq_q": 64}, "for more than 64 rows, got 64"),
+        ({"seq_k": 100, "softcap": True}, "16 bytes, .* got seq_k = 100, softcap = True"),
+        ({"value_dim": 40}, "got value_dim = 40"),
+        ({"page": 16, "lengths": True}, "got page = 16"),
+    ):
+        with pytest.raises(ProblemError, match=words):
+            QUERIES.replace(**changed)
+    broken = SPACES["sm_90"].unworkable(schedule_for(QUERIES).replace(lazy_rescale=True), QUERIES)
+    assert "leave 8 bits" in str(broken)
+    assert "begin with sm_89" in str(SPACES["sm_80"].unworkable(schedule_for(QUERIES), QUERIES))
 
 
 def test_other_problems_are_as_before():
@@ -106,6 +173,28 @@ def test_other_problems_are_as_before():
     assert "kv8" not in plain.to_json()
     assert plain.replace(kv8="head").id != plain.id
     assert not SPACES["sm_90"].violations(SPACES["sm_90"].default(plain), plain)
+    narrow = plain.replace(seq_q=80, kv8="head", dtype="bfloat16")
+    schedule = schedule_for(narrow)
+    assert "q8" not in narrow.to_json()
+    assert "Q8" not in Attention.spill_class(narrow, schedule)[-1]
+    assert Attention.spill_class(narrow.replace(q8=True), schedule)[-1]["Q8"] == 2
+
+
+@pytest.mark.parametrize("keys", [80, 208, 8208])
+def test_lengths_that_stand_for_others_are_lengths_of_queries_in_8_bits(keys):
+    p = QUERIES.replace(seq_q=max(80, keys), seq_k=keys)
+    assert abs(Attention.similarity.bucketed(p).seq_k / keys - 1) < 0.13
+    assert Attention.representative(p.replace(seq_q=8208, causal=True, window=5001)).q8
+
+
+def test_a_prompt_in_8_bits_is_modelled_as_faster():
+    wide = Attention.problem(seq_q=4096, seq_k=4096, head_dim=128, heads=16, dtype="bfloat16")
+    times = []
+    for p in (wide.replace(kv8="head", q8=True), wide, wide.replace(kv8="head")):
+        schedule = SPACES["sm_90"].default(p).replace(tile_n=128, occupancy=2)
+        facts = Attention.cost.expected(p, schedule, arch_spec("sm_90"))
+        times.append(Attention.cost.model(p, schedule, facts, arch_spec("sm_90")))
+    assert times == sorted(times)
 
 
 def test_half_the_bytes():

@@ -103,6 +103,103 @@ def test_plans_differ_by_scales(launches):
     )
 
 
+def close(found, wanted, most):
+    assert found.dtype is torch.bfloat16
+    assert (found.double() - wanted.double()).norm() < most * wanted.double().norm()
+
+
+def queries(**more):
+    """q, k and v in 8 bits with their scales, by the names of sdpa's arguments; and what they stand for."""
+    found = {"q": quantised(2, 4, 80, 64), **{name: quantised(2, 2, 96, 64, **more) for name in "kv"}}
+    scales = {f"{name}_scale": scale for name, (_, scale, _) in found.items()}
+    return {name: each for name, (each, _, _) in found.items()} | scales, [each for _, _, each in found.values()]
+
+
+@pytest.mark.parametrize("dim", [None, 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries(launches, dim, causal):
+    given, exact = queries(dim=dim)
+    wanted = right(*exact, is_causal=causal)
+    found, sums = ts.sdpa(**given, is_causal=causal, return_lse=True)
+    close(found, wanted, 0.04)
+    [plan] = plans.cache.plans.values()
+    assert plan.problem.q8
+    assert (plan.served.schedule["tile_m"], plan.served.schedule["tile_n"]) == (64, 128)
+    spread = given | {"v": given["v"].mT.contiguous().mT}  # as the kernel takes it
+    one = {name: float(each) if each.numel() == 1 else each for name, each in spread.items() if "scale" in name}
+    for same in (spread, spread | one, spread | {"q": given["q"].transpose(1, 2).contiguous().transpose(1, 2)}):
+        assert torch.equal(ts.sdpa(**same, is_causal=causal), found)
+    heads = {name: each[0] if each.ndim == 4 else each for name, each in given.items()}
+    assert torch.equal(ts.sdpa(**heads, is_causal=causal), found[0])
+    more = given | {"q_scale": given["q_scale"].expand(given["k_scale"].shape)}
+    assert torch.equal(ts.sdpa(**more, is_causal=causal), found)
+    assert sums.dtype is torch.float32
+    assert plan_for(**given, causal=causal).problem.q8
+
+
+@pytest.mark.parametrize(
+    "more", [{"rows": 3}, {"keys": 50}, {"softcap": 1e3}, {"key_starts": torch.zeros(2, dtype=torch.int32)}], ids=str
+)
+def test_queries_without_a_program_are_taken_in_bfloat16(launches, more):
+    given, exact = queries()
+    rows, keys = more.pop("rows", 80), more.pop("keys", 96)
+    cut = {"q": given["q"][:, :, :rows], "k": given["k"][:, :, :keys], "v": given["v"][:, :, :keys]}
+    found = ts.sdpa(**given | cut | more)
+    close(found, right(exact[0][:, :, :rows], *(each[:, :, :keys] for each in exact[1:])), 5e-3)
+    [plan] = plans.cache.plans.values()
+    assert (plan.problem.kv8, plan.problem.q8) == ("tensor", False)
+
+
+def test_queries_with_sinks_and_lengths(launches):
+    given, exact = queries(dim=1)
+    lengths, sinks = torch.tensor([96, 40], dtype=torch.int32), torch.tensor([0.0, 1.0, -1.0, 2.0])
+    found = ts.sdpa(**given, key_lengths=lengths, sinks=sinks)
+    bits = [each.to(torch.bfloat16) for each in exact]
+    wanted = ts.sdpa(*bits, key_lengths=lengths, sinks=sinks)
+    close(found, wanted, 0.04)
+    assert sorted(plan.problem.q8 for plan in plans.cache.plans.values()) == [False, True]
+
+
+def test_compiled_queries(launches):
+    given, _ = queries()
+    names = list(given)
+    compiled = torch.compile(
+        lambda *each: ts.sdpa(**dict(zip(names, each, strict=True))), backend="eager", fullgraph=True
+    )
+    found = compiled(*given.values())
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, ts.sdpa(**given))
+
+
+def test_gradients_of_queries_are_torchs(launches, left_to_torch):
+    given, exact = queries()
+    out = ts.sdpa(**given | {"q": given["q"].requires_grad_()})
+    out.sum().backward()
+    close(out, right(*exact), 5e-3)
+    assert given["q"].grad is not None
+    assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"q_scale": None}, "q_scale is for q of torch.float8_e4m3fn, which needs it, got .* and q_scale = None"),
+        ({"q": torch.zeros(2, 4, 80, 64)}, "got q of torch.float32 and q_scale"),
+        ({"q_scale": torch.ones(3)}, "q_scale must be a number"),
+        ({"q_scale": torch.ones(2)}, r"times q_scale\) and v_scale must have one shape, got \(2,\) and \(1,\)"),
+        (
+            {"q_scale": None, "k_scale": None, "v_scale": None},
+            "q of torch.float8_e4m3fn needs k and v of that type, and",
+        ),
+        ({"k_scale": None}, "k_scale must be a number"),
+    ],
+)
+def test_what_is_refused_of_queries(launches, changed, words):
+    with pytest.raises(ProblemError, match=words):
+        ts.sdpa(**queries()[0] | changed)
+    assert launches == []
+
+
 @pytest.mark.parametrize(
     ("dtype", "scales", "words"),
     [

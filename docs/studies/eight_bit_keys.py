@@ -5,6 +5,11 @@ each with one row, whose keys lie one after the other or in pages. All programs 
 bits with a scale for each head, ours in 16 bits (bfloat16), and torch's own backends in 16 bits where they compute the cell. Each
 is captured in a CUDA graph, behind a flush of the L2 cache, and queued ahead of the GPU. The programs are built first, all at
 once. `errors` needs no GPU: the errors that 8 bits make, in the interpreter (docs/serving.md).
+
+`prompts` asks about prompts with queries in 8 bits, too: 2 sequences of 2048 to 16384 rows and keys, 16 heads of 128 columns,
+with and without a causal mask. A row is a method: what is served in 8 bits, of values by columns and of values by rows, which are
+copied; other schedules in 8 bits; what is served in bfloat16; and torch's cuDNN in bfloat16. Errors are of one head against
+float64 over numbers that nothing rounded.
 """
 
 from __future__ import annotations
@@ -222,6 +227,147 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
         torch.cuda.empty_cache()
 
 
+PROMPT_LENGTHS, SEQUENCES, PROMPT_HEADS = (2048, 8192, 16384), 2, 16
+ROWS_AT_ONCE = 2048
+"""Rows whose scores are held in float64."""
+PROMPT_TILES: dict[str, dict[str, Any]] = {
+    "64x128": {"tile_m": 64, "occupancy": 2, "num_worker_warps": 4},
+    "64x128 ahead": {"tile_m": 64, "occupancy": 2, "num_worker_warps": 4, "qk_ahead": True},
+    "128x128": {"tile_m": 128, "occupancy": 1, "num_worker_warps": 8},
+    "128x128 persistent": {"tile_m": 128, "occupancy": 1, "num_worker_warps": 8, "store_late": True},
+    "128x256 persistent": {"tile_m": 128, "kv_subtiles": 2, "occupancy": 1, "num_worker_warps": 8, "store_late": True},
+}
+"""The schedules in 8 bits that are tried, beside what is served."""
+
+
+def prompt_schedules(problem: Problem, arch: str) -> dict[str, Schedule]:
+    """The schedules that are tried on a prompt, by name. Without a mask no step masks; with one, long blocks begin."""
+    found, causal = {}, problem.causal
+    for name, tile in PROMPT_TILES.items():
+        knobs = {"tile_n": 128, "loop_split": causal, "block_order": "swizzled" if causal else "natural", **tile}
+        if tile.get("store_late"):
+            knobs |= {
+                "persistent": "snake" if causal else "strided",
+                "block_order": "reversed" if causal else "natural",
+            }
+        found[name] = space_for(arch, Attention).default(problem).replace(**knobs)
+    return found
+
+
+def prompt_calls(keys: int, causal: bool, device: str = "cuda") -> tuple[dict[str, Any], Any]:
+    """The calls of a prompt in 8 bits, of values by columns and by rows, and in 16 bits; and q, k and v of the last head in
+    float64, before they were rounded.
+    """
+    import torch
+
+    from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+    from tiledsched.ops.plans import AttentionCall
+
+    make, mask = torch.Generator(device=device).manual_seed(keys), "top_left" if causal else None
+    narrow, scales, wide, exact = [], [], [], []
+    for _ in "qkv":
+        each = torch.randn(SEQUENCES, PROMPT_HEADS, keys, WIDTH, generator=make, device=device)
+        scale = each.abs().amax((0, 2, 3)) / LARGEST
+        narrow.append((each / scale[:, None, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn))
+        scales.append(scale)
+        wide.append(each.bfloat16())
+        exact.append(each[-1, -1].double())
+    (q, k, v), eight = narrow, AttentionFeatures(k_scale=scales[0] * scales[1], v_scale=scales[2])
+    calls = {
+        "8 bits": AttentionCall(q, k, v.mT.contiguous().mT, mask, None, False, eight),
+        "8 bits, values copied": AttentionCall(q, k, v, mask, None, False, eight),
+        "bfloat16": AttentionCall(*wide, mask, None, False, NO_FEATURES),
+    }
+    return calls, exact
+
+
+def exact_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """Attention of one head in float64, some rows at a time."""
+    import torch
+
+    found, columns = [], torch.arange(len(k), device=k.device)
+    for first in range(0, len(q), ROWS_AT_ONCE):
+        scores = q[first : first + ROWS_AT_ONCE] @ k.T / math.sqrt(q.shape[1])
+        if causal:
+            rows = torch.arange(first, first + len(scores), device=k.device)
+            scores.masked_fill_(columns > rows[:, None], -math.inf)
+        found.append(torch.softmax(scores, -1) @ v)
+    return torch.cat(found)
+
+
+def prompts(lengths: Sequence[int], rounds: int, most_s: float) -> Iterator[dict[str, Any]]:
+    """A row for each method and prompt: its median time, its rate and its error."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from tiledsched.serve import process
+
+    began, device, table = time.monotonic(), process.device_facts(0), process.table(Attention)
+    sizes = {
+        "batch": SEQUENCES,
+        "heads": PROMPT_HEADS,
+        "kv_heads": PROMPT_HEADS,
+        "head_dim": WIDTH,
+        "dtype": "bfloat16",
+    }
+    cells = [
+        Attention.problem(**sizes, seq_q=keys, seq_k=keys, causal=causal)
+        for causal in (False, True)
+        for keys in lengths
+    ]
+    of: dict[Problem, list[tuple[str, str, Problem, Any]]] = {}
+    for wide in cells:
+        narrow = wide.replace(kv8="head", q8=True)
+        served = {p: table.resolve(p, device.arch, device.name) for p in (wide, narrow)}
+        of[wide] = [
+            ("8 bits, served", "8 bits", narrow, served[narrow]),
+            ("8 bits, values copied", "8 bits, values copied", narrow, served[narrow]),
+            *(
+                (f"8 bits, {name}", "8 bits", narrow, replace(served[narrow], schedule=schedule))
+                for name, schedule in prompt_schedules(narrow, device.arch).items()
+            ),
+            ("bfloat16, served", "bfloat16", wide, served[wide]),
+        ]
+    pairs = [(p, each.schedule) for methods in of.values() for _, _, p, each in methods]
+    ready = build(pairs, device, 0.6 * most_s)
+    print(f"{len(ready)} of {len(set(pairs))} built, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    for wide, methods in of.items():
+        if time.monotonic() - began > most_s:
+            print(f"no time left for {wide} and what follows", file=sys.stderr)
+            return
+        made, exact = prompt_calls(wide.seq_k, wide.causal)
+        right, calls, about = exact_attention(*exact, wide.causal), {}, {}
+        for name, given, p, answer in methods:
+            if (p, answer.schedule) not in ready:
+                continue
+            try:
+                plan = made[given].make_plan(replace(answer, rivals=(), alternatives=()))
+                about[name] = made[given].launch(plan, first=True)[-1, -1], answer.schedule.short()
+            except TiledschedError as error:
+                print(f"{wide} {name} {answer.schedule.short()}: {error}", file=sys.stderr)
+                continue
+            calls[name] = partial(made[given].launch, plan, keep_zeros=True)
+
+        def cudnn(given: Any = made["bfloat16"], causal: bool = wide.causal) -> Any:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(*given[:3], is_causal=causal)
+
+        calls["bfloat16, cuDNN"], about["bfloat16, cuDNN"] = cudnn, (cudnn()[-1, -1], "")
+        for name, us in medians(calls, rounds).items():
+            out, schedule = about[name]
+            yield {
+                "keys": wide.seq_k,
+                "causal": wide.causal,
+                "method": name,
+                "us": round(us, 2),
+                "tflops": round(Attention.flops(wide) / us / 1e6, 1),
+                "error": f"{float((out.double() - right).norm() / right.norm()):.4f}",
+                "schedule": schedule,
+            }
+        del made, exact, right, calls, about, cudnn
+        torch.cuda.empty_cache()
+
+
 SPREADS = {"alike": 1.0, "heads 1000 to 1": 1e3, "heads 100000 to 1": 1e5}
 """Inputs -> how much larger the numbers of the first key head are than those of the last."""
 
@@ -285,10 +431,11 @@ def errors() -> Iterator[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a part of the study."""
     parser = parser_with(
-        flag("part", choices=("times", "errors"), help="what is asked"),
+        flag("part", choices=("times", "errors", "prompts"), help="what is asked"),
         flag("--batches", type=integers, default=list(BATCHES), help="sequences that decode together"),
         flag("--heads", type=integers, default=list(HEADS), help="query heads"),
         flag("--pages", type=names, default=[str(each) for each in PAGES], help="keys of a page; 0 for none"),
+        flag("--lengths", type=integers, default=list(PROMPT_LENGTHS), help="rows and keys of prompts"),
         flag("--few", action="store_true", help="fewer schedules"),
         flag("--rounds", type=positive, default=ROUNDS, help="of all programs of a cell"),
         flag("--most-seconds", type=positive, default=600, help="after which no cell is begun"),
@@ -307,12 +454,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for page, heads, batch in itertools.product(map(int, options.pages), options.heads, options.batches)
     ]
     rows = []
-    for row in times(cells, options.few, options.rounds, options.most_seconds):
+    for row in (
+        prompts(options.lengths, options.rounds, options.most_seconds)
+        if options.part == "prompts"
+        else times(cells, options.few, options.rounds, options.most_seconds)
+    ):
         rows.append(row)
         print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
         if options.csv:
             write(options.csv, rows)
-    gains = [row["gain"] for row in rows]
+    gains = [row["gain"] for row in rows if "gain" in row]
     if gains:
         mean = math.exp(statistics.mean(map(math.log, gains)))
         print(f"8 bits over 16 bits: {mean:.3f} in {len(gains)} cells, least {min(gains):.3f}")

@@ -282,7 +282,7 @@ def array(
         shape: a size for each axis, parted by spaces: names of sizes, numbers, and sums, products or quotients of them
             ("batch experts+1 rows/2"); or a function of the problem that returns sizes.
         dtype: a type, or the name of a dtype field or of a derived value that is a type; None for the field called `dtype`.
-        layout: row, column (the last two axes swapped in memory), or the name of a choice of the two.
+        layout: row, column (the last two axes swapped in memory), or the name of a choice of the two, or of what is derived.
         when: the name of a flag; without the flag, the function gets an array of one element.
         least, below: for integers: values are at least `least` and less than `below`, each a number or a size ("rows+1").
             Without `below` they are 0 or 1, or go up to `last`.

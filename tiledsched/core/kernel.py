@@ -334,7 +334,9 @@ def check_array(kernel: KernelClass, name: str, each: ArrayField) -> None:
         meant = did_you_mean(word, (*dtypes, *DTYPES))
         _fail(kernel, name, f"its type {word!r} is neither a dtype field nor a type; known are {known}{meant}")
     layout = kernel.fields.get(each.layout)
-    if each.layout not in LAYOUTS and not (isinstance(layout, Choice) and set(layout.words) <= set(LAYOUTS)):
+    if each.layout not in (*LAYOUTS, *kernel.derived) and not (
+        isinstance(layout, Choice) and set(layout.words) <= set(LAYOUTS)
+    ):
         _fail(
             kernel,
             name,

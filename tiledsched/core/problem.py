@@ -572,7 +572,7 @@ class Declaration:
         dtype = each.dtype or "dtype"
         if dtype in cls.fields or dtype in cls.derived:
             dtype = str(getattr(p, dtype))
-        layout = str(getattr(p, each.layout)) if each.layout in cls.fields else each.layout
+        layout = str(getattr(p, each.layout)) if each.layout in (*cls.fields, *cls.derived) else each.layout
         shapes = cls._shapes(each, p, s)
         if absent and each.role == "in":
             shapes = tuple((1,) * len(shape) for shape in shapes)

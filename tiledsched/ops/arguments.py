@@ -127,6 +127,10 @@ def check_tensors(q: Any, k: Any, v: Any, *, eight_bits: bool = False) -> None:
             f"k_scale and v_scale are for k and v of {EIGHT_BIT_DTYPE}, got {k.dtype} and {v.dtype}; convert them, or leave the "
             "scales out"
         )
+    if not eight_bits and q.dtype == EIGHT_BIT_DTYPE:
+        raise ProblemError(
+            f"q of {EIGHT_BIT_DTYPE} needs k and v of that type, and q_scale, k_scale and v_scale of sdpa"
+        )
     if not eight_bits and (k.dtype != q.dtype or v.dtype != q.dtype):
         raise ProblemError(
             f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
@@ -210,7 +214,7 @@ def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
         return "dropout is asked for"
     if q.device.type != process.runtime.device_type:
         return f"q is on {q.device}; the kernel needs a CUDA device"
-    if q.dtype not in DTYPES:
+    if q.dtype not in (*DTYPES, EIGHT_BIT_DTYPE):
         return f"dtype {q.dtype} is not served; use torch.float16 or torch.bfloat16"
     if not q.ndim == k.ndim == v.ndim == 4:
         return f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} axes; the kernel takes 4, or 3 of each"

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from tiledsched.core.errors import UnsupportedError
+from tiledsched.kernels.attention.backends import output_dtype
 from tiledsched.ops.arguments import heads_grouped
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
 from tiledsched.serve.process import is_invariant, log, settings
@@ -78,6 +79,7 @@ def attend_in_torch(
         features: everything else.
     """
     if features.k_scale is not None:
+        q = q.to(output_dtype(q))
         k, v = (
             (each.float() * by.float().reshape((-1, 1, 1, 1) if features.kv8 == "page" else (-1, 1, 1))).to(q.dtype)
             for each, by in ((k, features.k_scale), (v, features.v_scale))

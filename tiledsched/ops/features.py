@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import is_fake
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.problem import KernelClass
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.backends import output_dtype
 from tiledsched.kernels.attention.options import ARRAYS, FeatureArguments
 from tiledsched.kernels.attention_backward import AttentionBackward
-from tiledsched.ops.arguments import check_array
+from tiledsched.ops.arguments import EIGHT_BIT_DTYPE, check_array
 from tiledsched.serve import process
 from tiledsched.serve.execute import is_traced
 
@@ -110,7 +111,7 @@ class AttentionFeatures(FeatureArguments):
         """The tensors among the features as the kernel takes them, by the names of its arrays."""
         found: dict[str, Any] = {}
         if self.sinks is not None:
-            found["Sinks"] = self.sinks.detach().to(q.dtype).contiguous()
+            found["Sinks"] = self.sinks.detach().to(output_dtype(q)).contiguous()
         for name, each in zip(ARRAYS, self.tensors, strict=True):
             if each is not None and ARRAYS[name].dtype == "float32":
                 usual = each.dtype is torch.float32 and each.ndim == 1 and each.is_contiguous()
@@ -126,7 +127,7 @@ Window: TypeAlias = "int | tuple[int, int] | None"
 """The type of the `window` argument of `sdpa`."""
 ALL_KEYS = 1 << 30
 """Stands for every key after a row's own: more than there are, and within 32 bits when added to a row."""
-FEATURE_ARGUMENTS = ("window", "softcap", "sinks", "key_starts", "key_lengths", "k_scale", "v_scale")
+FEATURE_ARGUMENTS = ("window", "softcap", "sinks", "key_starts", "key_lengths", "q_scale", "k_scale", "v_scale")
 """The arguments of `sdpa` that :func:`read_features` reads, in its order."""
 
 
@@ -139,6 +140,7 @@ def read_features(
     sinks: Any = None,
     key_starts: Any = None,
     key_lengths: Any = None,
+    q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     pages: int = 0,
@@ -149,13 +151,14 @@ def read_features(
     Args:
         q, k: tensors that fit together.
         alignment: of the causal mask; None for no mask.
-        window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale: as the caller gave them; None for those not given.
+        window, softcap, sinks, key_starts, key_lengths, q_scale, k_scale, v_scale: as the caller gave them; None for those
+            not given.
         pages: entries of k, where these are pages.
 
     Raises:
         ProblemError: one has a value that is not allowed, or does not fit q and k.
     """
-    if all(each is None for each in (window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale)):
+    if all(each is None for each in (window, softcap, sinks, key_starts, key_lengths, q_scale, k_scale, v_scale)):
         return alignment, NO_FEATURES
     right = 0
     if isinstance(window, (tuple, list)):
@@ -187,24 +190,34 @@ def read_features(
         key_starts,
         key_lengths,
         window_right=right,
-        **read_kv_scales(k, k_scale, v_scale, pages),
+        **read_scales(q, k, q_scale, k_scale, v_scale, pages),
     )
     return alignment, found if any(found.key) else NO_FEATURES
 
 
-def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, Any]:
-    """The scales of keys and values in 8 bits as tensors `[1]`, `[kv_heads]` or `[pages, 1]`.
+def read_scales(q: Any, k: Any, q_scale: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, Any]:
+    """The scales of keys and values in 8 bits as tensors `[1]`, `[kv_heads]` or `[pages, 1]`. That of queries in 8 bits is a
+    factor of that of the keys.
 
     Args:
+        q: of which the type counts.
         k: `[..., kv_heads, rows, columns]`.
+        q_scale: a number, or a tensor of one number or of the shape of `k_scale`; None for queries of 16 bits.
         k_scale, v_scale: numbers, or tensors of one number, `[kv_heads]`, `[pages]` or `[pages, 1]`; None for none.
         pages: entries of k, where these are pages.
 
     Raises:
         ProblemError: one is missing or is something else, or they have different shapes.
     """
-    if k_scale is None and v_scale is None:
+    if (q_scale is None) == (q.dtype == EIGHT_BIT_DTYPE):
+        raise ProblemError(
+            f"q_scale is for q of {EIGHT_BIT_DTYPE}, which needs it, got q of {q.dtype} and q_scale = {q_scale!r}; give both, or "
+            "queries in 16 bits"
+        )
+    if q_scale is None and k_scale is None and v_scale is None:
         return {}
+    if {type(q_scale), type(k_scale)} <= {int, float}:
+        q_scale, k_scale = None, q_scale * k_scale
     kv_heads = k.shape[-3] if k.ndim > 2 else 1
     sizes: dict[Any, tuple[int, ...]] = {
         **({(pages,): (pages, 1), (pages, 1): (pages, 1)} if pages else {}),
@@ -215,7 +228,8 @@ def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, 
     found: dict[str, Any] = {}
     # What a captured graph writes is not there before its first replay.
     make = _number if is_traced() or process.runtime.is_capturing() else _kept_number
-    for name, each in (("k_scale", k_scale), ("v_scale", v_scale)):
+    scales = {"k_scale": k_scale, "v_scale": v_scale} | ({} if q_scale is None else {"q_scale": q_scale})
+    for name, each in scales.items():
         each = make(float(each), k.device) if type(each) in (int, float) else each
         shape = tuple(each.shape) if isinstance(each, torch.Tensor) else None
         if shape not in sizes or not each.is_floating_point() or each.device != k.device:
@@ -225,9 +239,11 @@ def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, 
                 f"{f' or [pages = {pages}]' if pages else ''}, got {got}; keys and values in 8 bits need k_scale and v_scale"
             )
         found[name] = each.reshape(sizes[shape])
+    if q_scale is not None:
+        found["k_scale"] = found["k_scale"] * found.pop("q_scale")
     if found["k_scale"].shape != found["v_scale"].shape:
         raise ProblemError(
-            f"k_scale and v_scale must have one shape, got {tuple(found['k_scale'].shape)} and "
+            f"k_scale (times q_scale) and v_scale must have one shape, got {tuple(found['k_scale'].shape)} and "
             f"{tuple(found['v_scale'].shape)}; expand one of them"
         )
     return found
@@ -243,7 +259,8 @@ _kept_number = functools.lru_cache(256)(_number)
 
 
 def in_words(each: Any, numbers: int, kind: str) -> Any:
-    """A tensor of 8-bit numbers as the kernel takes it, as words of `numbers`. One whose rows are no whole words is copied."""
+    """A tensor of 8-bit numbers as the kernel takes it: of type `kind`, in words of `numbers` or, of their own type, with rows
+    that begin at multiples of `numbers`. One whose rows are no whole words, or begin elsewhere, is copied."""
     split = each.stride(-1) != 1 or any(step % numbers for step in (*each.stride()[:-1], each.storage_offset()))
     return (each.contiguous() if split else each).view(getattr(torch, kind))
 

@@ -210,6 +210,7 @@ def served_call(arrays: Arrays) -> Call:
     }
     if not p.is_varlen:
         more |= {"key_starts": features.key_starts, "key_lengths": features.key_lengths}
+        more["q_scale"] = 1.0 if p.q8 else None  # the scales of keys hold it
         named = {name: value for name, value in more.items() if value is not None}
         return lambda: sdpa(q, k, v, **named)
     q, k, v = rows_first(p, q, k, v)

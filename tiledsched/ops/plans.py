@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import strides_of
+from tiledsched.core.storage import ALIGNMENT, strides_of
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.backends import empty_output, raced
-from tiledsched.kernels.attention.problem import words_of
+from tiledsched.kernels.attention.backends import empty_output, output_dtype, raced
+from tiledsched.kernels.attention.options import EIGHT_BITS
+from tiledsched.kernels.attention.problem import unfit_for_q8, words_of
 from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import FEW_ROWS
-from tiledsched.ops.arguments import check_tensors, unserved
+from tiledsched.ops.arguments import EIGHT_BIT_DTYPE, check_tensors, unserved
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures, in_words
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
@@ -92,7 +94,8 @@ class AttentionCall(NamedTuple):
             ProblemError: the kernel has no such problem.
         """
         page = 0 if self.features.block_table is None else self.k.shape[2]
-        problem = self.features.kernel.problem(**self.fields(), page=page, kv8=self.features.kv8, lse=self.lse)
+        eight: dict[str, Any] = {"kv8": self.features.kv8, "q8": self.q.dtype == EIGHT_BIT_DTYPE}
+        problem = self.features.kernel.problem(**self.fields(), page=page, **eight, lse=self.lse)
         if beyond_int32(self.tensors):  # pages are more than a call reads, and others may be parts of larger ones
             # As if derived of the sizes: the same problem, by functions with 64-bit indices.
             vars(problem)["wide"] = True
@@ -107,7 +110,7 @@ class AttentionCall(NamedTuple):
             "seq_q": seq_q,
             "seq_k": pages * k.shape[2],
             "head_dim": head_dim,
-            "dtype": str(q.dtype).removeprefix("torch."),
+            "dtype": str(output_dtype(q)).removeprefix("torch."),
             "causal": self.causal is not None,
             "alignment": self.causal or "top_left",
             "batch": batch,
@@ -116,6 +119,13 @@ class AttentionCall(NamedTuple):
             "value_dim": v.shape[3],
             **features.fields,
         }
+
+    def without_q8(self) -> bool:
+        """Whether the kernel has no program for the call's queries in 8 bits; it has one for the same numbers in bfloat16."""
+        if unserved(*self[:3], None, 0.0):
+            return True
+        values = {**self.fields(), "page": 0, "kv8": self.features.kv8}
+        return not multiplies_eight_bits(self.q.device.index or 0) or unfit_for_q8(values) != ""
 
     def find_plan(self) -> Plan | str:
         """The plan of the call, or why the kernel cannot serve it.
@@ -201,6 +211,16 @@ class AttentionCall(NamedTuple):
         return launch_attention(plan, q, k, v, lse, features, first, keep_zeros)
 
 
+def multiplies_eight_bits(index: int) -> bool:
+    """Whether device `index` has products of 8-bit floats."""
+    arch = process.device_facts(index).arch
+    return arch in ARCHS and ARCHS[arch].fp8_speedup > 1
+
+
+# Under torch.compile: called while tracing and not traced.
+multiplies_eight_bits._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def launch_attention(
     plan: Plan,
     q: Any,
@@ -222,9 +242,12 @@ def launch_attention(
 
 
 def as_read(q: Any, k: Any, v: Any, features: AttentionFeatures) -> tuple[Any, Any, Any]:
-    """q, k and v as the kernel takes them: keys and values in 8 bits in words."""
+    """q, k and v as the kernel takes them: keys and values in 8 bits in words; or, with queries in 8 bits, values by columns."""
     if features.k_scale is None:
         return q, k, v
+    if q.dtype == EIGHT_BIT_DTYPE:  # products take values whose keys lie side by side
+        q, k, v = (in_words(each, ALIGNMENT, EIGHT_BITS) for each in (q, k, v.mT))
+        return q, k, v.mT
     words = words_of(k.shape[3], v.shape[3])
     return q, in_words(k, *words), in_words(v, *words)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.ops.arguments import (
     CAUSAL,
+    EIGHT_BIT_DTYPE,
     check_tensors,
     name_tensors,
     needs_gradients,
@@ -58,6 +59,7 @@ def sdpa(
     sinks: Tensor | None = None,
     key_starts: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    q_scale: float | Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     deterministic: bool | None = None,
@@ -67,8 +69,8 @@ def sdpa(
     It takes what `torch.nn.functional.scaled_dot_product_attention` takes, in the same places, and means the same by it.
 
     Args:
-        q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
-            `[heads, seq_q, head_dim]`, and k and v alike.
+        q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16, or, with scales, float8_e4m3fn; any
+            strides; head_dim up to 256. Or `[heads, seq_q, head_dim]`, and k and v alike.
         k: `[batch, kv_heads, seq_k, head_dim]`, of q's dtype and device, or, with scales, of float8_e4m3fn; heads a multiple of
             kv_heads.
         v: `[batch, kv_heads, seq_k, value_dim]`; value_dim up to 256.
@@ -93,6 +95,10 @@ def sdpa(
         key_starts, key_lengths: `[batch]` integers: row b sees keys key_starts[b] to key_lengths[b] - 1 only, as if a mask hid
             the others, for batches padded on the left or right. Rows that see no key give zeros. Hidden keys and values may
             hold anything, NaN included.
+        q_scale: for q of float8_e4m3fn, what its numbers are multiplied with: positive, a number, or a tensor of one or of the
+            shape of k_scale. The output is bfloat16 then. Products are of 8 bits, and probabilities are rounded to them, too. A v
+            whose keys do not lie side by side in memory (as in `v.mT.contiguous().mT`) is copied in each call. Calls with at most
+            64 rows, softcap, key_starts or sizes that are no multiples of 16, and GPUs before sm_89, take q in bfloat16.
         k_scale, v_scale: for k and v of float8_e4m3fn, what their numbers are multiplied with: positive, a number or a
             floating-point tensor of one, or `[kv_heads]`. A number becomes a tensor in the first call that has it.
         deterministic: whether gradients are the same, bit for bit, whenever they are computed. Unless given they are where
@@ -100,9 +106,10 @@ def sdpa(
             by atomic operations, which is faster. The output is the same in either case.
 
     Returns:
-        `[batch, heads, seq_q, value_dim]`, of q's dtype and order of axes in memory; with `return_lse` a pair. Both are
-        differentiable, once, in q, k, v and sinks. What the kernel cannot serve (masks, CPU tensors, float32, ...) goes to
-        torch's attention with one warning per reason. Under autocast q, k and v are cast first, as torch does.
+        `[batch, heads, seq_q, value_dim]`, of q's dtype, or bfloat16 for queries in 8 bits, and order of axes in memory; with
+        `return_lse` a pair. Both are differentiable, once, in q, k, v and sinks. What the kernel cannot serve (masks, CPU
+        tensors, float32, ...) goes to torch's attention with one warning per reason. Under autocast q, k and v are cast first,
+        as torch does.
 
     Raises:
         ProblemError: arguments that contradict each other or do not fit together.
@@ -127,6 +134,7 @@ def sdpa(
         and sinks is None
         and key_starts is None
         and key_lengths is None
+        and q_scale is None
         and k_scale is None
         and v_scale is None
         and (scale is None or type(scale) is float)
@@ -146,7 +154,7 @@ def sdpa(
                 options = (alignment, scale, NO_FEATURES, deterministic)
                 return differentiable_attention(q, k, v, None, options, return_lse, plan)
     q, k, v = name_tensors(q, k, v, query, key, value)
-    features = (window, softcap, sinks, key_starts, key_lengths, k_scale, v_scale)
+    features = (window, softcap, sinks, key_starts, key_lengths, q_scale, k_scale, v_scale)
     return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, causal, return_lse, features, deterministic)
 
 
@@ -168,7 +176,7 @@ def plan_for(
         q, k, v, causal, scale, return_lse: as for :func:`sdpa`. A call whose gradients are required runs with `return_lse`.
         backward: the plan of the gradients instead.
         deterministic: as for :func:`sdpa`.
-        features: window, softcap, sinks, key_starts, key_lengths, k_scale and v_scale, as for `sdpa`.
+        features: window, softcap, sinks, key_starts, key_lengths, q_scale, k_scale and v_scale, as for `sdpa`.
 
     Raises:
         UnsupportedError: the kernel cannot serve them.
@@ -197,7 +205,7 @@ def explain(
         deterministic: as for :func:`sdpa`.
         verify: also compile, for these very tensors, what would be launched, and compare its machine code with the measured
             one. Takes about a second and needs the compiler.
-        features: window, softcap, sinks, key_starts, key_lengths, k_scale and v_scale, as for `sdpa`; or score_mod,
+        features: window, softcap, sinks, key_starts, key_lengths, q_scale, k_scale and v_scale, as for `sdpa`; or score_mod,
             mask_mod, block_mask, arrays and scale, as for :func:`tiledsched.ops.flex.flex`.
 
     Raises:
@@ -306,4 +314,6 @@ def _attend(
         result = attend_masked(q, k, v, mask, dropout_p or 0.0, alignment, scale, return_lse)
         if result is not None:
             return result
+    if q.dtype == EIGHT_BIT_DTYPE and AttentionCall(q, k, v, alignment, scale, return_lse, features).without_q8():
+        q = q.to(torch.bfloat16)
     return serve_checked(q, k, v, mask, dropout_p, alignment, scale, return_lse, features, deterministic)

@@ -90,7 +90,7 @@ def sdpa_varlen(
         check_array("seqused_k", seqused_k, f"{sequences} sequences", (sequences,), q)
     alignment = read_causal(causal, allowed=VARLEN_CAUSAL)
     pages = 0 if block_table is None else k.shape[0]
-    more = (window, softcap, sinks, None, None, k_scale, v_scale, pages)
+    more = (window, softcap, sinks, None, None, None, k_scale, v_scale, pages)
     alignment, features = read_features(q.transpose(0, 1)[None], k.transpose(-3, -2), alignment, *more)
     if alignment is not None and max_seqlen_q and isinstance(max_seqlen_q, int):  # more may be known than of all rows
         keys = max_seqlen_k if block_table is None and isinstance(max_seqlen_k, int) else None
@@ -160,7 +160,7 @@ def sdpa_paged(
     alignment = read_causal(causal, allowed=VARLEN_CAUSAL)
     q, k, v = (each.transpose(1, 2) for each in tensors)
     alignment, features = read_features(
-        q, k, alignment, window, softcap, sinks, None, key_lengths, k_scale, v_scale, k.shape[0]
+        q, k, alignment, window, softcap, sinks, None, key_lengths, None, k_scale, v_scale, k.shape[0]
     )
     features = features._replace(block_table=block_table)
     result = _attend(q, k, v, alignment, scale, 0.0, return_lse, features)

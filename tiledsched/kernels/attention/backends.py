@@ -153,11 +153,19 @@ def empty_output(q: Any, columns: int) -> Any:
     """An output for queries `q` with `columns` columns, in the order of axes that q has in memory."""
     import torch
 
+    dtype = output_dtype(q)
     if columns == q.shape[3]:
-        return torch.empty_like(q)
+        return torch.empty_like(q, dtype=dtype)
     rows_outside_heads = q.stride(1) < q.stride(2)  # [batch, rows, heads, columns] in memory, as projections make it
     order = (0, 2, 1, 3) if rows_outside_heads else (0, 1, 2, 3)
-    return torch.empty_permuted((*q.shape[:3], columns), order, dtype=q.dtype, device=q.device)
+    return torch.empty_permuted((*q.shape[:3], columns), order, dtype=dtype, device=q.device)
+
+
+def output_dtype(q: Any) -> Any:
+    """The dtype of the output for queries `q`: theirs, or bfloat16 where they have 8 bits."""
+    import torch
+
+    return torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
 
 
 def heads_first(out: Any) -> Any:

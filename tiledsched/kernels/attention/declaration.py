@@ -18,7 +18,7 @@ from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
-from tiledsched.kernels.attention.options import ARRAYS, FIELDS, KV8_SCALES, SIZES, feature_constants
+from tiledsched.kernels.attention.options import ARRAYS, EIGHT_BITS, FIELDS, KV8_SCALES, SIZES, feature_constants
 from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import AttentionSimilarity, copies_rows
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
@@ -51,19 +51,22 @@ LARGEST_ERROR = {
     ("bfloat16", "fp32"): 2e-2,
     ("float16", "fp16"): 5e-2,
     ("bfloat16", "fp16"): 2e-2,
+    ("bfloat16", EIGHT_BITS): 5e-2,
 }
-"""Largest relative Frobenius error that a tile may have, by (dtype, accum_mode).
+"""Largest relative Frobenius error that a tile may have, by (dtype, accum_mode), and with queries in 8 bits.
 
 On normal inputs, rounding alone makes an error of 3e-4 in float16 and 2.3e-3 in bfloat16 at any length. Leaving out one key of
-1024 makes 2.8e-2, and leaving out 32 of 16384 makes 4e-2 (docs/measuring.md).
+1024 makes 2.8e-2, and leaving out 32 of 16384 makes 4e-2 (docs/measuring.md). With queries in 8 bits, probabilities are rounded
+to 3 bits of mantissa: each is off by 2**-4 of itself at most and 2.5e-2 on average, and so is the output where values are random.
 """
-LARGEST_LSE_ERROR = {"fp32": 2e-3, "fp16": 1e-1}
+LARGEST_LSE_ERROR = {"fp32": 2e-3, "fp16": 1e-1, EIGHT_BITS: 2e-2}
 """Largest absolute error that a log-sum-exp may have, by accum_mode. The log-sum-exp is the logarithm of a sum in float32.
 Rounding makes errors far below this (tests/test_measure_accuracy.py); leaving out one key of 500 equal ones makes an error of
-this size.
+this size. Sums of products of 8 bits keep about 14 bits in the tensor cores of sm_90: at a score of 24 of 128 columns, each of
+four additions may lose 2**-13 of a sum of 270, together 1.2e-2 of the score.
 """
 BEYOND_FP16_SUMS = ("large", "cancelling")
-"""Kinds of inputs for which the outputs of float16 accumulators are not judged."""
+"""Kinds of inputs for which the outputs of float16 accumulators, and of sums of 14 bits, are not judged."""
 
 
 class Attention(Kernel):
@@ -94,9 +97,9 @@ class Attention(Kernel):
     suites = SUITES
     default_suite = STANDARD
 
-    Q = ts.array("batch heads seq_q head_dim")
+    Q = ts.array("batch heads seq_q head_dim", dtype="q_dtype")
     K = ts.array("key_entries kv_heads key_rows key_elements", dtype="kv_dtype")
-    V = ts.array("key_entries kv_heads key_rows value_elements", dtype="kv_dtype")
+    V = ts.array("key_entries kv_heads key_rows value_elements", dtype="kv_dtype", layout="v_layout")
     locals().update(ARRAYS)
     Out = ts.out("batch heads seq_q value_columns")
     Lse = ts.out("batch heads seq_q 1", dtype="float32", when="lse", absolute=True)
@@ -227,7 +230,8 @@ class Attention(Kernel):
             **feature_constants(p),
             "PAGE": p.page,
             "PAGE_BY_PAGE": s.get("page_lookup", "gather") == "scalar",
-            "KV8": KV8_SCALES.index(p.kv8),
+            "KV8": 0 if p.q8 else KV8_SCALES.index(p.kv8),
+            "Q8": KV8_SCALES.index(p.kv8) if p.q8 else 0,
             "NUMBERS": p.numbers,
         }
         if combines_later(p, s):  # the launches of shares take six more
@@ -256,7 +260,12 @@ class Attention(Kernel):
             "SCORE_MOD",
             "MASK_MOD",
         } | (set() if s.get("pack_gqa", False) else {"GROUP"})
-        rest = {name: value for name, value in Attention.constants(p, s).items() if name not in places}
+        # Classes of before queries in 8 bits know no Q8.
+        rest = {
+            name: value
+            for name, value in Attention.constants(p, s).items()
+            if name not in places and (p.q8 or name != "Q8")
+        }
         return [Attention.entry(p, s).__name__, p.page > 0, copies_rows(p), rest]
 
     @staticmethod
@@ -321,7 +330,7 @@ class Attention(Kernel):
     @staticmethod
     def tolerance(p: Problem, s: Schedule) -> Tolerance:
         """How exact the outputs must be, by element type and accumulator mode."""
-        mode = str(s["accum_mode"])
+        mode = EIGHT_BITS if p.q8 else str(s["accum_mode"])
         return Tolerance(
             relative=LARGEST_ERROR[p.dtype, mode],
             absolute=LARGEST_LSE_ERROR[mode],

@@ -8,6 +8,11 @@ Elements of K and V are words of NUMBERS numbers, four where rows are wide, beca
 shared memory whole, and tiles of 8-bit numbers one by one or two at a time. So a tile is divided into *planes*. Those of keys
 hold the halves of the words, and so do planes of the queries. Those of values hold a number of each word, and so do as many
 accumulators.
+
+Where queries have 8 bits, too (Q8), none of this is needed: products take numbers of 8 bits as they are, and probabilities are
+rounded to them. The scales of queries and keys are one factor of the softmax scale. Tensor cores take 8-bit operands whose summed
+axis is contiguous: that of V is the keys, so that V is stored by columns. Sums stay in the tensor cores (`use_fast_acc`), which
+on sm_90 keep about 14 bits of them.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -24,6 +29,10 @@ from tiledsched.kernels.attention.packed import pages_of, spans_pages
 
 PER_HEAD, PER_PAGE = 2, 3
 """Indices into KV8_SCALES."""
+EIGHT_BIT_POWER = 8.0
+"""Power of two that probabilities in 8 bits are multiplied with: the largest becomes 256, of at most 448, and the smallest number
+above 0 is 2**-17 of it. It is taken off the row's maximum, and so is in the sums, too: the division and the log-sum-exp take it
+out."""
 LEAST_POWER, LARGEST_POWER = -100.0, 126.0
 """Of two, that queries are divided by: so that it and its inverse are normal numbers of float32."""
 
@@ -43,7 +52,7 @@ def own_scale(scales, kv_head, const):
     return (
         scales
         if const.KV8 == PER_PAGE
-        else ct.gather(scales, (kv_head if const.KV8 == PER_HEAD else 0,), check_bounds=False)
+        else ct.gather(scales, (kv_head if const.KV8 == PER_HEAD or const.Q8 == PER_HEAD else 0,), check_bounds=False)
     )
 
 

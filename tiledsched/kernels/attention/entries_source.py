@@ -112,6 +112,7 @@ def _source(
         **dict.fromkeys(MODS, (VARIANT,)),
         **dict.fromkeys(VARLEN, ("attention_varlen", "attention_kv8")),
         "KV8": ("attention_kv8",),
+        "Q8": ("attention_kv8",),
     }
     constants = [
         each

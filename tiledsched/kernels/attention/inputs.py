@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core.cases import Case
+from tiledsched.core.cases import Case, laid_out
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import LARGEST, to_storage
+from tiledsched.core.storage import LARGEST, storage_type, to_storage
 from tiledsched.kernels.attention.options import EIGHT_BITS
 from tiledsched.kernels.attention.problem import padding_below
 from tiledsched.kernels.attention.reference import by_row
@@ -55,9 +55,7 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
     if p.page:  # whose first axis is that of sequences, packed or not
         kv_heads = xp.repeat(kv_heads, p.sequences // p.batch, axis=0)
     given = places(rng, p, uneven=True)
-    types = dict.fromkeys("QKV", p.dtype) | (
-        dict.fromkeys("KV", "float32") if p.kv8 else {}
-    )  # which are made narrow last
+    types = {"Q": p.q_dtype} | dict.fromkeys("KV", "float32" if p.kv8 else p.dtype)  # which are made narrow last
     distinct = {
         name: to_storage(xp, array, types[name])
         for name, array in zip("QKV", adversarial_heads(xp, rng, p, given), strict=True)
@@ -73,7 +71,8 @@ def adversarial_case(xp: Any, rng: Any, p: Problem, reference: Callable[[dict[st
     if p.page:
         inputs |= {name: in_pages(xp, inputs[name], given["Table"], p.page) for name in "KV"}
     for name in "KV" if p.kv8 else "":
-        inputs[name], inputs[f"{name}Scale"] = in_eight_bits(xp, inputs[name], p)
+        narrow, inputs[f"{name}Scale"] = in_eight_bits(xp, inputs[name], p)
+        inputs[name] = laid_out(xp, narrow, p.declaration.array_spec(name, p))
     inputs |= {name: to_storage(xp, xp.asarray(array), "int32") for name, array in given.items()}
     if p.has_features:
         expected = reference(inputs)
@@ -88,7 +87,8 @@ def eight_bit_inputs(xp: Any, rng: Any, p: Problem) -> dict[str, Any]:
     for name, columns in (("K", p.head_dim), ("V", p.value_columns)):
         scales = (10.0 ** (rng.random(p.kv_scales, dtype=numpy.float32) - 2.0)).astype(numpy.float32)
         numbers = rng.standard_normal((p.key_entries, p.kv_heads, p.key_rows, columns), dtype=numpy.float32)
-        found |= {name: in_words(xp, numbers / by_row(scales, p), p), f"{name}Scale": scales}
+        numbers /= by_row(scales, p)
+        found |= {name: numbers if p.q8 else in_words(xp, numbers, p), f"{name}Scale": scales}
     return found
 
 
@@ -101,8 +101,8 @@ def in_eight_bits(xp: Any, numbers: Any, p: Problem) -> tuple[Any, Any]:
 
 
 def in_words(xp: Any, numbers: Any, p: Problem) -> Any:
-    """Numbers rounded to 8 bits, in words as elements of k or v."""
-    return xp.ascontiguousarray(to_storage(xp, numbers, EIGHT_BITS)).view(p.kv_dtype)
+    """Numbers rounded to 8 bits, as elements of k or v: in words, unless queries have 8 bits, too."""
+    return xp.ascontiguousarray(to_storage(xp, numbers, EIGHT_BITS)).view(storage_type(p.kv_dtype))
 
 
 def places(rng: Any, p: Problem, *, uneven: bool = False) -> dict[str, Any]:

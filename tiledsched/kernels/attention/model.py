@@ -277,6 +277,7 @@ def step_cycles(
     scores = rows * step_n
 
     rate = float(spec.tensor_flops * (spec.fp16_accumulate_speedup if schedule["accum_mode"] == "fp16" else 1))
+    rate *= spec.fp8_speedup if problem.q8 else 1
     if spec.product_rows > ROWS_PER_WARP and tile_m < WARPGROUP_ROWS:  # products of single warps
         rate *= SINGLE_WARP_RATE
     elif tile_m < spec.product_rows:  # instructions half empty
@@ -303,7 +304,7 @@ def step_cycles(
     )  # a masked step reads pages itself
     if spec.producer_warps and by_threads:
         lost += step_n * (columns_k + columns_v) * problem.key_bytes / COPIED_BYTES_PER_CYCLE
-    if problem.kv8:
+    if problem.kv8 and not problem.q8:
         lost += step_n * ((columns_k + columns_v) * CONVERTED + columns_v * TRANSPOSED * (tile_m >= WARPGROUP_ROWS))
     total, slowest = tensor + exp2 + fp32, max(tensor, exp2, fp32)
     alone = (total + lost) / groups + STEP_LATENCY

@@ -70,10 +70,11 @@ class FeatureArguments(NamedTuple):
         Any,
         {
             "kv8": ts.choice(*KV8_SCALES, omit_default=True),
+            "q8": FLAG,
             "KScale": ts.array("kv_scales", dtype="float32", when="eight_bits"),
         },
     ] = None
-    """`[1]`, `[kv_heads]` or `[pages]`: what keys in 8 bits are multiplied with."""
+    """`[1]`, `[kv_heads]` or `[pages]`: what keys in 8 bits are multiplied with, and queries, too, where these have 8 bits."""
     v_scale: Annotated[Any, {"VScale": ts.array("kv_scales", dtype="float32", when="eight_bits")}] = None
     """Likewise for values."""
 

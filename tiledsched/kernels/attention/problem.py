@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tiledsched.core.arrays import LARGEST_INT32
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.fields import ITEM_BYTES, Value
+from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.attention.options import ALIGNMENTS, EIGHT_BITS, FIELDS, feature_words
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
+from tiledsched.kernels.attention.similarity import FEW_ROWS
 
 NARROWEST_PLANE = 32
 """Columns of the narrowest product with a part of the columns of keys or values in 8 bits. Four warps share 32 columns."""
@@ -109,8 +112,10 @@ def _check_places(values: dict[str, Value]) -> None:
         raise ProblemError(f"page = {page} needs lengths: what a page holds beyond its sequence's keys is not theirs")
     if ((packed or page) and values["starts"]) or (packed and not page and values["lengths"]):
         raise ProblemError("starts and lengths are not for packed sequences, nor starts for pages; leave them out")
-    if values.get("kv8"):
+    if values.get("kv8") and not values["q8"]:
         _check_words(values)
+    if values.get("q8") and (reason := unfit_for_q8(values)):
+        raise ProblemError(reason)
     if page % SMALLEST_PAGE:
         raise ProblemError(f"page must be a multiple of {SMALLEST_PAGE}, the narrowest side of a product, got {page}")
     if page and int(values["seq_k"]) % page:  # type: ignore[arg-type]
@@ -128,6 +133,26 @@ def _check_words(values: dict[str, Value]) -> None:
             f"rows of keys and values in 8 bits are whole words of {numbers} numbers, got {columns[0]} and {columns[1]} "
             f"columns; pad them with zeros to a multiple of {numbers}"
         )
+
+
+def unfit_for_q8(values: Mapping[str, Any]) -> str:
+    """Why there is no kernel with queries in 8 bits for the values of a problem; empty where there is one."""
+    if values["kv8"] not in ("tensor", "head") or values["dtype"] != "bfloat16":
+        return (
+            "queries in 8 bits need kv8 = 'tensor' or 'head', and dtype = 'bfloat16', which is the type of the output"
+        )
+    if values["seq_q"] <= FEW_ROWS:
+        return (
+            f"queries in 8 bits are for more than {FEW_ROWS} rows, got {values['seq_q']}; few are as fast in bfloat16"
+        )
+    sizes = {name: values[name] for name in ("seq_k", "head_dim", "value_dim") if values[name] % ALIGNMENT}
+    wrong = sizes | {name: values[name] for name in ("page", "packed", "starts", "softcap") if values[name]}
+    return (
+        f"queries in 8 bits are for sizes of whole {ALIGNMENT} bytes, without page, packed, starts and softcap, got "
+        f"{', '.join(f'{name} = {value}' for name, value in wrong.items())}; give queries in bfloat16"
+        if wrong
+        else ""
+    )
 
 
 def words_of(head_dim: int, value_columns: int) -> tuple[int, str]:
@@ -215,16 +240,21 @@ DERIVED = {
     "parts_v": lambda p: two_parts(p.value_columns),
     "split_d": lambda p: sum(p.parts_d),
     "split_v": lambda p: sum(p.parts_v),
-    "element_bytes": lambda p: ITEM_BYTES[p.dtype],
+    "q_dtype": lambda p: EIGHT_BITS if p.q8 else p.dtype,
+    "element_bytes": lambda p: ITEM_BYTES[p.q_dtype],
     "eight_bits": lambda p: bool(p.kv8),  # whether keys and values have 8 bits
-    "numbers": lambda p: words_of(p.head_dim, p.value_columns)[0] if p.kv8 else 1,  # in an element of k or v
-    "kv_dtype": lambda p: words_of(p.head_dim, p.value_columns)[1] if p.kv8 else p.dtype,
+    "numbers": lambda p: (
+        words_of(p.head_dim, p.value_columns)[0] if p.kv8 and not p.q8 else 1
+    ),  # in an element of k or v
+    "kv_dtype": lambda p: words_of(p.head_dim, p.value_columns)[1] if p.kv8 and not p.q8 else p.q_dtype,
+    "v_layout": lambda p: "column" if p.q8 else "row",
     "key_bytes": lambda p: ITEM_BYTES[EIGHT_BITS if p.kv8 else p.dtype],
     "key_elements": lambda p: p.head_dim // p.numbers,  # elements of a row of k and of v
     "value_elements": lambda p: p.value_columns // p.numbers,
     "kv_scales": lambda p: {"head": p.kv_heads, "page": p.key_entries}.get(p.kv8, 1),
     "wide": is_wide,
     "visible_pairs": visible_pairs,
+    "key_unit": lambda p: p.page or (ALIGNMENT if p.q8 else 1),  # of which the number of keys is a multiple
     "past_keys": lambda p: p.seq_k + 1,  # what lengths lie below
     "has_features": lambda p: any(
         getattr(p, name) for name in FIELDS if name != "page"
@@ -259,7 +289,7 @@ def representative(p: Any) -> Any:
     One row that is aligned at the last key has no causal mask, so that both kinds differ in more than in sizes.
     """
     keys = max(REPRESENTATIVE_KEYS, 2 * (p.window + p.window_right))
-    keys += -keys % max(1, p.page)
+    keys += -keys % p.key_unit
     sequences, rows = (REPRESENTATIVE_SEQUENCES, 1) if p.mean_rows == 1 else (1, keys)
     if p.packed:
         together = max(2, sequences)

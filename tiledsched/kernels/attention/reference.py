@@ -124,8 +124,9 @@ def attention_and_lse(
 
 
 def scaled_numbers(xp: Any, words: Any, scales: Any, p: Any, dtype: str) -> Any:
-    """Keys or values `[entries, kv_heads, rows, columns]` in `dtype`, of the words that hold them in 8 bits and their scales."""
-    return to_float(xp, words.view("uint8"), EIGHT_BITS, dtype) * by_row(scales.astype(dtype), p)
+    """Keys or values `[entries, kv_heads, rows, columns]` in `dtype`, of the words that hold them in 8 bits, or, with queries in
+    8 bits, of the numbers; and of their scales."""
+    return (words if p.q8 else to_float(xp, words.view("uint8"), EIGHT_BITS, dtype)) * by_row(scales.astype(dtype), p)
 
 
 def by_row(scales: Any, p: Any) -> Any:

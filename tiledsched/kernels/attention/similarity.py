@@ -25,6 +25,9 @@ SCALAR_PAGES = 16, 32, 64, 128
 """Sizes of pages that tiles of several can find one by one."""
 WIDE_HEAD, SMALL_TILE = 128, 32
 """Rows of more than 128 columns that threads copy leave registers for tiles of 32 keys."""
+Q8_TILE = {"tile_m": 64, "tile_n": 128, "occupancy": 2, "num_worker_warps": 4}
+Q8_WIDE_TILE = {"tile_m": 128, "tile_n": 64, "occupancy": 1, "num_worker_warps": 8}
+"""Tiles for queries in 8 bits, and for those whose rows are wide, for which two blocks have too few registers."""
 TIMING_OCTAVES = (3.0, 7.5, 6.0, 9.0, 2.25)
 """Octaves of rows, keys, key heads, group and columns over which ratios of times lose about half of what they have in common.
 With these, 802 problems predict each other about best (docs/results/serving.md)."""
@@ -46,12 +49,13 @@ class AttentionSimilarity(Similarity):
         distance += 0.1 * feature_distance(p, q)
         return math.exp(-distance - 0.02 * octaves_apart(p.mean_keys, q.mean_keys) - 0.02 * (p.dtype != q.dtype))
 
-    def kind(self, p: Any) -> tuple[bool, int, bool, bool, bool]:
+    def kind(self, p: Any) -> tuple[bool, int, bool, bool, bool, bool]:
         """What two problems must share so that the winner of one says much about the other.
 
         It is whether a mask skips keys; the padded head dimension; whether there are few query rows; if there are many, whether
-        heads are padded, because padded heads are loaded in column parts and leave other tiles room; and whether threads copy
-        rows. Of few rows, a mask that ends at the last key hides next to nothing, and counts as none.
+        heads are padded, because padded heads are loaded in column parts and leave other tiles room; whether threads copy
+        rows; and whether queries have 8 bits. Of few rows, a mask that ends at the last key hides next to nothing, and counts as
+        none.
         """
         few = p.mean_rows <= FEW_ROWS
         return (
@@ -60,6 +64,7 @@ class AttentionSimilarity(Similarity):
             few,
             not few and p.head_dim != p.tile_d,
             copies_rows(p),
+            p.q8,
         )
 
     def rival_kind(self, p: Any) -> tuple[bool, bool, int, int]:
@@ -109,7 +114,7 @@ class AttentionSimilarity(Similarity):
 
         A model that decodes has another length with every token, and finding a new answer would take milliseconds.
         """
-        keys = p.page * _about(p.pages) if p.page else _about(p.seq_k, p.mean_rows <= FEW_ROWS)
+        keys = p.key_unit * _about(p.seq_k // p.key_unit, p.mean_rows <= FEW_ROWS and not p.page)
         rows, packed = _about(p.seq_q), 1 << (p.packed - 1).bit_length() if p.packed else 0
         same = (rows, keys, packed) == (p.seq_q, p.seq_k, p.packed)
         return p if same else p.replace(seq_q=rows, seq_k=keys, packed=packed)
@@ -119,8 +124,8 @@ class AttentionSimilarity(Similarity):
         return ("kv_splits", "kv_combine") if p.mean_rows <= FEW_ROWS else ()
 
     def requires_same_kind(self, p: Any) -> bool:
-        """Whether there are few rows or copied rows, for which the winners of other kinds are useless."""
-        return p.mean_rows <= FEW_ROWS or copies_rows(p)
+        """Whether there are few rows, copied rows or queries in 8 bits, for which winners of other kinds are useless."""
+        return p.mean_rows <= FEW_ROWS or copies_rows(p) or p.q8
 
     def equivalents(self, p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
         """The schedule with a loop of its own for masked steps, where `s` has none. For few rows over keys in 8 bits, tiles of 16
@@ -166,8 +171,16 @@ class AttentionSimilarity(Similarity):
         """The schedule that serves `p` where no similar problem was measured; None for the default schedule.
 
         With few rows, the model chooses splits, packing and tile height: for one row and 8 heads the default launches 8 blocks on
-        a GPU of a hundred SMs. With many rows that are wide and copied by threads, tiles are small, which do not spill.
+        a GPU of a hundred SMs. With many rows that are wide and copied by threads, tiles are small, which do not spill. With
+        queries in 8 bits tiles are those that were fastest of a few on an H200, or, of wide rows, some that do not spill.
         """
+        if p.q8:
+            tile = Q8_TILE if max(p.tile_d, p.tile_v) <= WIDE_HEAD else Q8_WIDE_TILE
+            return default.replace(
+                **tile,
+                loop_split=skips_keys(p) or p.spanned or p.seq_k % tile["tile_n"] != 0,
+                block_order="swizzled" if p.causal else "natural",
+            )
         if p.mean_rows > FEW_ROWS:
             if p.tile_d <= WIDE_HEAD or not copies_rows(p):
                 return None

@@ -24,6 +24,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.kernels.attention.eight_bits import (
+    EIGHT_BIT_POWER,
     PER_PAGE,
     Scales,
     in_float16,
@@ -178,9 +179,11 @@ class Constants:
     """Whether each page of a tile is looked up by itself."""
     # Only the kernels of keys and values in 8 bits know the following.
     KV8: int = 0
-    """Index into KV8_SCALES."""
+    """Index into KV8_SCALES; 0 where queries have 8 bits, too."""
     NUMBERS: int = 1
     """Numbers of 8 bits in an element of K or V."""
+    Q8: int = 0
+    """Index into KV8_SCALES where queries have 8 bits, too, and products take numbers of 8 bits as they are; 0 elsewhere."""
     # Only the kernels whose shares a later launch combines know the following.
     KV_SPAN: int = 0
     """Steps of each share of the keys, counted from the sequence's first key; 0 where KV_SPLITS shares are about equal."""
@@ -232,7 +235,8 @@ class Chain:
     acc: Any
     """Sum of 2**(scaled score - row_max) times the key's row of V: a tuple of `[TILE_M, TILE_V]` and any second part."""
     row_max: Any
-    """Largest scaled score so far, `[TILE_M, 1]`; with LAZY_RESCALE, the one at the last rescaling."""
+    """Largest scaled score so far, `[TILE_M, 1]`; with LAZY_RESCALE, the one at the last rescaling; with Q8, less
+    EIGHT_BIT_POWER."""
     row_sum: Any
     """Sum of 2**(scaled score - row_max), `[TILE_M, 1]`."""
 
@@ -367,7 +371,14 @@ def loop_over_keys(Q, K, V, scale_log2, place, head, batch, split, features, con
             for chain in ct.static_iter(chains)
         )
     keys = Keys(K, V, batch if const.PAGE else entry, kv_head, steps, begin, end, odd, span, variant, eight)
+    if const.Q8:
+        scale_log2 = scale_log2 * own_scale(features.KScale, kv_head, const)
     chains = main_loop(queries, rows, keys, chains, first_masked, scale_log2, const)
+    if const.Q8:
+        chains = tuple(
+            Chain(scaled(chain.acc, own_scale(features.VScale, kv_head, const)), chain.row_max, chain.row_sum)
+            for chain in ct.static_iter(chains)
+        )
     if const.KV8:
         chains = tuple(
             Chain((joined(chain.acc, eight, const),), chain.row_max, chain.row_sum) for chain in ct.static_iter(chains)
@@ -657,7 +668,7 @@ def score(q, k, const):
     """The product q @ k, summed over the parts of their columns, `[TILE_M, TILE_N]`."""
     product = ct.full((const.TILE_M, const.TILE_N), 0.0, dtype=ct.float16 if const.FP16_ACCUM else ct.float32)
     for part in ct.static_iter(range(key_planes(const) if const.KV8 else 2 if const.REST_D else 1)):
-        product = ct.mma(q[part], k[part], product)
+        product = ct.mma(q[part], k[part], product, use_fast_acc=const.Q8 > 0)
     return product
 
 
@@ -706,7 +717,10 @@ def soften(chain, scores, rows, keys, i, MASKED, scale_log2, const):
     step_max = ct.max(scores[0], axis=-1, keepdims=True)
     for t in ct.static_iter(range(1, const.KV_SUBTILES)):
         step_max = ct.maximum(step_max, ct.max(scores[t], axis=-1, keepdims=True))
-    new_max = ct.maximum(chain.row_max, step_max * scale_log2)
+    step_max = step_max * scale_log2
+    if const.Q8:
+        step_max = step_max - EIGHT_BIT_POWER
+    new_max = ct.maximum(chain.row_max, step_max)
     if const.LAZY_RESCALE:
         row_sum, acc = chain.row_sum, chain.acc
         if ct.max(new_max - chain.row_max) > RESCALE_ABOVE:
@@ -758,7 +772,7 @@ def accumulate(chain, p, values, const):
     for part in ct.static_iter(range(const.NUMBERS if const.KV8 else 2 if const.REST_V else 1)):
         total = chain.acc[part]
         for t in ct.static_iter(range(const.KV_SUBTILES)):
-            total = ct.mma(p[t].astype(values[t][part].dtype), values[t][part], total)
+            total = ct.mma(p[t].astype(values[t][part].dtype), values[t][part], total, use_fast_acc=const.Q8 > 0)
         acc = (*acc, total)
     return Chain(acc, chain.row_max, chain.row_sum)
 

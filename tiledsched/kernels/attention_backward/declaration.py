@@ -67,7 +67,7 @@ class AttentionBackward(Kernel):
     Lse = ts.array("batch heads seq_q", dtype="float32")
     locals().update(ARRAYS)
     dLse = ts.array("batch heads seq_q", dtype="float32", when="dlse")
-    page = Table = kv8 = KScale = VScale = None  # there are no gradients of keys in pages or in 8 bits
+    page = Table = kv8 = q8 = KScale = VScale = None  # there are no gradients of keys in pages or in 8 bits
     dQ = ts.out("batch heads seq_q head_dim")
     dK = ts.out("batch kv_heads seq_k head_dim")
     dV = ts.out("batch kv_heads seq_k value_columns")

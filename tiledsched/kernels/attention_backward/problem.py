@@ -14,7 +14,13 @@ from tiledsched.kernels.attention.similarity import copies_rows, feature_distanc
 
 TILE = 128
 """Rows or keys of the largest tiles: lengths that this divides need no masks at their ends."""
-DERIVED = forward.DERIVED | {"page": lambda p: 0, "kv8": lambda p: "", "numbers": lambda p: 1, "lse": lambda p: False}
+DERIVED = forward.DERIVED | {
+    "page": lambda p: 0,
+    "kv8": lambda p: "",
+    "q8": lambda p: False,
+    "numbers": lambda p: 1,
+    "lse": lambda p: False,
+}
 """As of attention forward, without pages and with a log-sum-exp that is not asked for."""
 
 
