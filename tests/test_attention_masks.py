@@ -155,6 +155,15 @@ def test_heads_of_one_sequence() -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
 
 
+def test_grouped_heads_of_one_sequence_are_grouped_in_torch_too(own, quiet) -> None:
+    q, k, v = (each[0] for each in tensors(rows=20, keys=33, heads=4, kv_heads=2))
+    mask = random_mask("boolean", (20, 33), None)
+    with configure(masks="torch", fallback="torch"):
+        out = serve.sdpa(q, k, v, mask)
+    torch.testing.assert_close(out, expected(q[None], k[None], v[None], mask)[0], **TOLERANCE[q.dtype])
+    assert own == []
+
+
 def test_few_rows_share_a_tile_with_other_heads() -> None:
     q, k, v = tensors(batch=2, heads=8, kv_heads=2, rows=1, keys=300)
     with configure(pack_gqa=True):
