@@ -428,7 +428,11 @@ ONE = torch.nested.nested_tensor([torch.zeros(2, 3, 16), torch.zeros(2, 4, 16)])
             ProblemError,
             r"on q's device, cpu, got one on meta",
         ),
-        ({"mask_mod": mods.causal, "v": torch.zeros(2, 2, ROWS, 257).half()}, ProblemError, "no more, got 16 and 257"),
+        (
+            {"mask_mod": mods.causal, "v": torch.zeros(2, 2, ROWS, 257).half()},
+            ProblemError,
+            "no more than that, got 16 and 257",
+        ),
         ({"mask_mod": mods.causal, "scale": -1.0}, ProblemError, "softmax scale must be positive"),
         (
             {"mask_mod": mods.causal, "block_mask": 3},

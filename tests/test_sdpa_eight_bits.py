@@ -54,7 +54,7 @@ def test_sdpa(launches, dim):
     agree(ts.sdpa(rows(), k, v, k_scale=k_scale, v_scale=v_scale), wanted)
     agree(ts.sdpa(rows(torch.float16), k, v, k_scale=k_scale, v_scale=v_scale), wanted, torch.float16)
     if dim is None:
-        agree(ts.sdpa(rows(), k, v, k_scale=float(k_scale), v_scale=numpy.float32(v_scale)), wanted)
+        agree(ts.sdpa(rows(), k, v, k_scale=float(k_scale), v_scale=numpy.float32(v_scale.item())), wanted)
         agree(ts.sdpa(rows()[0], k[0], v[0], k_scale=k_scale[0], v_scale=v_scale[0]), wanted[0])
     spread = [each.mT.contiguous().mT for each in (k, v)]  # columns that do not lie side by side
     agree(ts.sdpa(rows(), *spread, k_scale=k_scale, v_scale=v_scale), wanted)

@@ -217,17 +217,17 @@ def read_kv_scales(k: Any, k_scale: Any, v_scale: Any, pages: int) -> dict[str, 
     # What a captured graph writes is not there before its first replay.
     make = _number if is_traced() or process.runtime.is_capturing() else _kept_number
     for name, each in (("k_scale", k_scale), ("v_scale", v_scale)):
-        is_number = isinstance(each, numbers.Real) and each is not True and 0 < float(each) < math.inf
-        each = make(float(each), k.device) if is_number else each
+        if isinstance(each, numbers.Real) and each is not True and 0 < float(each) < math.inf:
+            each = make(float(each), k.device)
         shape = tuple(each.shape) if isinstance(each, torch.Tensor) else None
         learned = torch.is_grad_enabled() and getattr(each, "requires_grad", False)
         if shape not in sizes or not each.is_floating_point() or each.device != k.device or learned:
             got = f"{each.dtype} {shape} on {each.device}" if shape is not None else repr(each)
-            got += ", which requires a gradient, and scales have none" * learned
             raise ProblemError(
                 f"{name} must be a positive number, or a floating-point tensor on k's device of one number, "
-                f"[kv_heads = {kv_heads}]{f' or [pages = {pages}]' if pages else ''}, got {got}; "
-                f"keys and values in 8 bits need k_scale and v_scale"
+                f"[kv_heads = {kv_heads}]{f' or [pages = {pages}]' if pages else ''}, got {got}"
+                f"{', which requires a gradient, and scales have none' * learned}; keys and values in 8 bits need k_scale and "
+                "v_scale"
             )
         found[name] = each.reshape(sizes[shape])
     if found["k_scale"].shape != found["v_scale"].shape:

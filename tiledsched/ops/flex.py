@@ -313,10 +313,11 @@ def _read(
     score_mod, mask_mod, block_mask, arrays = _in_tile_code(q, score_mod, mask_mod, block_mask, arrays)
     scale = read_scale(scale)
     if odd_scale(scale) or not 0 < q.shape[-1] <= MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
-        got = (
-            f"head_dim must be 1 to {MAX_HEAD_DIM} columns, and value_dim no more, got {q.shape[-1]} and {v.shape[-1]}"
+        raise ProblemError(
+            odd_scale(scale)
+            or f"head_dim must be 1 to {MAX_HEAD_DIM}, and value_dim no more than that, got {q.shape[-1]} and {v.shape[-1]}; "
+            "torch's FlexAttention takes others"
         )
-        raise ProblemError(odd_scale(scale) or f"{got}; torch's FlexAttention takes others")
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and heads_grouped(q, k, v)):
         raise ProblemError(
             "flex takes tensors [batch, heads, rows, columns] of one batch, heads a multiple of kv_heads, or three axes of each; "

@@ -91,15 +91,15 @@ def takes_tensors(function: Called) -> Called:
         try:
             return function(*arguments, **named)
         except Exception as error:
-            given = dict(zip(inspect.signature(function).parameters, arguments, strict=False)) | named
-            for name, value in given.items():
+            names = inspect.signature(function).parameters
+            for name, value in [*zip(names, arguments, strict=False), *named.items()]:
                 kind, listed = str(function.__annotations__.get(name)), isinstance(value, (tuple, list))
-                wanted = "tuple of tensors, as in arrays=(limits,)" if kind.startswith("tuple") else "torch.Tensor"
+                is_other = (value is None and "None" in kind) or (isinstance(value, str) and "str" in kind)
                 fits = listed == kind.startswith("tuple") and all(
                     isinstance(x, Tensor) for x in (value if listed else [value])
                 )
-                allowed = fits or (value is None and "None" in kind) or (isinstance(value, str) and "str" in kind)
-                if "Tensor" in kind and not allowed:
+                if "Tensor" in kind and not (fits or is_other):
+                    wanted = "tuple of tensors, as in arrays=(limits,)" if kind.startswith("tuple") else "torch.Tensor"
                     raise ProblemError(f"{name} must be a {wanted}, got {type(value).__name__}") from error
             raise
 
