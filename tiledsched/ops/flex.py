@@ -326,9 +326,8 @@ def _read(
     types = types_of(arrays)
     if block_mask is not None:
         mask_mod = _mask_of(block_mask, mask_mod, types)
-    name, lists = variant_named(score_mod, mask_mod, types, score_grad), None
-    if block_mask is not None:
         _check_sizes(block_mask, q, k)
+    name, lists = variant_named(score_mod, mask_mod, types, score_grad), None
     if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
         lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
     return name, lists, arrays, scale
@@ -414,8 +413,7 @@ def _attend(
     operator = flex_lse_operator if return_lse else flex_operator
     result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
     if not is_traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
-        of_mask = None if mask_mod is None else _stream_of(q)
-        of_mask = of_mask if block_mask is None else block_mask.key
+        of_mask = block_mask.key if block_mask is not None else None if mask_mod is None else _stream_of(q)
         key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
         listed, held = "" if lists is None else kernel, (score_mod, mask_mod, block_mask and block_mask.mask_mod)
         with lock:
@@ -480,11 +478,20 @@ def _check_differentiable(arrays: Sequence[Any]) -> None:
 
 
 def _launch_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, arrays: Any, kernel: str, *given: Any
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    arrays: Any,
+    kernel: str,
+    scale: Any,
+    deterministic: Any,
 ) -> Any:
-    scale, deterministic = given
-    variant = FlexFeatures(kernel, None, arrays)
-    return differentiate(read_call(dout, q, k, v, out, lse, None, scale, variant, dlse, deterministic))[:3]
+    call = read_call(dout, q, k, v, out, lse, None, scale, FlexFeatures(kernel, None, arrays), dlse, deterministic)
+    return differentiate(call)[:3]
 
 
 flex_backward_operator = register_gradients(

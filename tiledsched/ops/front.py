@@ -91,14 +91,14 @@ def takes_tensors(function: Called) -> Called:
         try:
             return function(*arguments, **named)
         except Exception as error:
-            names = inspect.signature(function).parameters
-            for name, value in [*zip(names, arguments, strict=False), *named.items()]:
+            for name, value in [*zip(inspect.signature(function).parameters, arguments, strict=False), *named.items()]:
                 kind, listed = str(function.__annotations__.get(name)), isinstance(value, (tuple, list))
-                is_other = (value is None and "None" in kind) or (isinstance(value, str) and "str" in kind)
                 fits = listed == kind.startswith("tuple") and all(
                     isinstance(x, Tensor) for x in (value if listed else [value])
                 )
-                if "Tensor" in kind and not (fits or is_other):
+                if "Tensor" in kind and not (
+                    fits or (value is None and "None" in kind) or (isinstance(value, str) and "str" in kind)
+                ):
                     wanted = "tuple of tensors, as in arrays=(limits,)" if kind.startswith("tuple") else "torch.Tensor"
                     raise ProblemError(f"{name} must be a {wanted}, got {type(value).__name__}") from error
             raise

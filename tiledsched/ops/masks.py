@@ -50,10 +50,9 @@ def attend_masked(
     """
     if odd_scale(scale) or unserved(q, k, v, None, 0.0) or not 0 <= dropout_p <= MOST_DROPPED:
         return None
-    if not (is_own() or (is_faster(q.get_device()) and not dropout_p and q.shape[2] > 1)):
-        return None
     if (
-        torch._C._are_functorch_transforms_active()
+        not (is_own() or (is_faster(q.get_device()) and not dropout_p and q.shape[2] > 1))
+        or torch._C._are_functorch_transforms_active()
         or has_tangent((q, k, v, mask))
         or (type(q) is not torch.Tensor and is_traceable_wrapper_subclass(q))  # such as distributed tensors
         or (causal == "bottom_right" and q.shape[2] != k.shape[2])

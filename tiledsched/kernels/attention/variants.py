@@ -176,7 +176,7 @@ def flex_attention(
         DeclarationError: neither function is given, one cannot be compiled, or takes another number of arrays.
     """
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    fields = dict(arrays or {})
+    fields = {**(arrays or {})}  # of which anything but a mapping is an error that says so
     for name, each in fields.items():
         if not isinstance(each, ArrayField):
             raise DeclarationError(
