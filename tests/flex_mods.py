@@ -44,6 +44,14 @@ def biased(score, b, h, q_idx, kv_idx, bias):
     return score + ct.gather(bias, (b, h, q_idx, kv_idx))
 
 
+def turned(score, b, h, q_idx, kv_idx, *arrays):
+    return score + ct.transpose(score)
+
+
+def between(b, h, q_idx, kv_idx):
+    return q_idx - 5 < kv_idx <= q_idx
+
+
 def halved(score, b, h, q_idx, kv_idx, *arrays):
     return score * 0.5 + ct.max(score, axis=1, keepdims=True) * 0.0
 

@@ -60,9 +60,9 @@ def random_mask(kind, shape, dtype):
     return added
 
 
-def check(q, k, v, mask, **given):
+def check(q, k, v, mask, equal_nan=False, **given):
     out = serve.sdpa(q, k, v, mask, **given)
-    torch.testing.assert_close(out, expected(q, k, v, mask, **given), **TOLERANCE[q.dtype])
+    torch.testing.assert_close(out, expected(q, k, v, mask, **given), equal_nan=equal_nan, **TOLERANCE[q.dtype])
 
 
 # What torch means
@@ -155,6 +155,15 @@ def test_heads_of_one_sequence() -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
 
 
+def test_grouped_heads_of_one_sequence_are_grouped_in_torch_too(own, quiet) -> None:
+    q, k, v = (each[0] for each in tensors(rows=20, keys=33, heads=4, kv_heads=2))
+    mask = random_mask("boolean", (20, 33), None)
+    with configure(masks="torch", fallback="torch"):
+        out = serve.sdpa(q, k, v, mask)
+    torch.testing.assert_close(out, expected(q[None], k[None], v[None], mask)[0], **TOLERANCE[q.dtype])
+    assert own == []
+
+
 def test_few_rows_share_a_tile_with_other_heads() -> None:
     q, k, v = tensors(batch=2, heads=8, kv_heads=2, rows=1, keys=300)
     with configure(pack_gqa=True):
@@ -201,6 +210,15 @@ def test_numbers_that_leave_no_difference_between_scores(own, monkeypatch, value
     mask[7, :5] = 0.0
     mask[8, 3:] = -math.inf
     check(q, k, v, mask)
+    assert own
+
+
+def test_what_is_not_a_number_stays_so(own) -> None:
+    q, k, v = tensors(rows=20, keys=33)
+    mask = torch.zeros(20, 33)
+    mask[7, 5] = mask[8] = q[0, 0, 9] = math.nan
+    check(q, k, v, mask, equal_nan=True)
+    assert serve.sdpa(q, k, v, mask)[0, 0, 7:10].isnan().all()
     assert own
 
 

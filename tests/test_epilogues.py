@@ -5,6 +5,7 @@ serve what nobody tuned. Kernels are run by the interpreter where a GPU would ru
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -116,6 +117,15 @@ def test_gradients_are_those_of_the_formula(launches, name):
         assert error <= 8e-3, error.item()
 
 
+def test_a_residual_may_be_changed_in_place(launches):
+    x, residual = X.clone().requires_grad_(), RESIDUAL.clone()
+    out = ts.matmul(x, W.t(), BIAS, "gelu", GATE.t(), residual)
+    residual.zero_()
+    (found,) = torch.autograd.grad(out.sum(), [x])
+    (right,) = torch.autograd.grad(ts.matmul(x, W.t(), BIAS, "gelu", GATE.t()).sum(), [x])
+    torch.testing.assert_close(found, right)
+
+
 def test_gradients_of_some_tensors_alone_and_of_the_plain_product(launches):
     w = W.clone().requires_grad_()
     (ts.matmul(X, w.t()) * RESIDUAL).sum().backward()
@@ -154,6 +164,10 @@ def test_any_number_of_rows_is_compiled_once_and_empty_products_are_finished(lau
     assert ts.matmul(X[:0], W.t(), BIAS).shape == (0, 9, 72)
     nothing = ts.matmul(X[0, :, :0], W[:, :0].t(), BIAS, "relu")  # no column of A: the epilogue of zeros
     torch.testing.assert_close(nothing, BIAS.relu().expand(9, 72))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = ts.matmul(X[0, :, :0], W[:, :0].t(), BIAS, epilogue=functions.halved_by(2.0))
+    torch.testing.assert_close(own, (2 * BIAS).expand(9, 72))
 
 
 def test_a_row_has_the_same_bits_in_every_batch(launches):
@@ -195,7 +209,32 @@ REFUSED = {
         "lay other out anew",
     ),
     "bias": (lambda: ts.matmul(X, W.t(), BIAS[:5]), ProblemError, "Bias, axis 0"),
-    "residual": (lambda: ts.matmul(X, W.t(), residual=RESIDUAL[0]), ProblemError, "Residual, axis 0"),
+    "residual": (
+        lambda: ts.matmul(X, W.t(), residual=RESIDUAL.transpose(0, 1).flatten(0, 1).view(9, 2, 72)),
+        ProblemError,
+        r"residual must have the shape of the result, \(2, 9, 72\), got \(9, 2, 72\)",
+    ),
+    "residual of a gate": (
+        lambda: ts.matmul(X, BOTH["halves"].t(), gate="halves", residual=RESIDUAL[0]),
+        ProblemError,
+        r"residual must have the shape of the result, \(2, 9, 72\), got \(9, 72\)",
+    ),
+    "a gate that is true": (
+        lambda: ts.matmul(X, W.t(), gate=True),
+        ProblemError,
+        "gate must be a torch.Tensor, got bool",
+    ),
+    "arrays as one": (
+        lambda: ts.matmul(X, W.t(), epilogue=functions.scaled_rows, arrays=BIAS),
+        ProblemError,
+        r"arrays must be a tuple of tensors.* got Tensor",
+    ),
+    "arrays of numbers": (
+        lambda: ts.matmul(X, W.t(), epilogue=functions.scaled_rows, arrays=(1.0, 2.0)),
+        ProblemError,
+        "arrays must be a tuple of tensors",
+    ),
+    "another name": (lambda: ts.matmul(X, W.t(), biass=BIAS), TypeError, r"matmul\(\) got an unexpected"),
     "a type": (lambda: ts.matmul(X, W.t(), BIAS.float()), ProblemError, "Bias must be bfloat16"),
     "no tensor": (lambda: ts.matmul(X, W.t(), 3), ProblemError, "bias must be a torch.Tensor"),
     "scales": (lambda: ts.matmul(X, W.t(), out_scale=BIAS.float()), ProblemError, "Scale, axis 0"),

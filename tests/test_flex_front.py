@@ -412,8 +412,11 @@ ONE = torch.nested.nested_tensor([torch.zeros(2, 3, 16), torch.zeros(2, 4, 16)])
         (
             {"mask_mod": mods.window(3), "arrays": (SLOPES,)},
             DeclarationError,
-            r"must take \(b, h, q_idx, kv_idx, array0\), and .*near does not: too many",
+            r"must take \(b, h, q_idx, kv_idx, array0\), and .*near does not: too many.* or end with \*arrays",
         ),
+        ({"score_mod": mods.causal}, DeclarationError, "causal must return scores; give what hides keys as mask_mod"),
+        ({"score_mod": mods.turned}, DeclarationError, "flex_mods.py, line .*turned"),
+        ({"mask_mod": mods.between}, DeclarationError, "write &, | and ~ in place of and, or, not and chains"),
         (
             {"score_mod": mods.alibi, "arrays": SLOPES},
             ProblemError,
@@ -424,6 +427,11 @@ ONE = torch.nested.nested_tensor([torch.zeros(2, 3, 16), torch.zeros(2, 4, 16)])
             {"score_mod": mods.alibi, "arrays": (SLOPES.to("meta"),)},
             ProblemError,
             r"on q's device, cpu, got one on meta",
+        ),
+        (
+            {"mask_mod": mods.causal, "v": torch.zeros(2, 2, ROWS, 257).half()},
+            ProblemError,
+            "no more than that, got 16 and 257",
         ),
         ({"mask_mod": mods.causal, "scale": -1.0}, ProblemError, "softmax scale must be positive"),
         (

@@ -164,6 +164,8 @@ def test_scales_of_other_shapes_are_refused(launches, quiet):
             ProblemError, match=r"a row of a, \(32, 2\), and one for 128 x 128 of b, \(2, 1\); got .*eshape"
         ):
             ts.scaled_matmul(a, w.t(), *given)
+    with pytest.raises(ProblemError, match="A must have 2 axes"):
+        ts.scaled_matmul(a[None], w.t(), rows, columns)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(40, 272, 320), (20, 32, 48), (1, 16, 272)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -53,7 +54,7 @@ def test_sdpa(launches, dim):
     agree(ts.sdpa(rows(), k, v, k_scale=k_scale, v_scale=v_scale), wanted)
     agree(ts.sdpa(rows(torch.float16), k, v, k_scale=k_scale, v_scale=v_scale), wanted, torch.float16)
     if dim is None:
-        agree(ts.sdpa(rows(), k, v, k_scale=float(k_scale), v_scale=float(v_scale)), wanted)
+        agree(ts.sdpa(rows(), k, v, k_scale=float(k_scale), v_scale=numpy.float32(v_scale.item())), wanted)
         agree(ts.sdpa(rows()[0], k[0], v[0], k_scale=k_scale[0], v_scale=v_scale[0]), wanted[0])
     spread = [each.mT.contiguous().mT for each in (k, v)]  # columns that do not lie side by side
     agree(ts.sdpa(rows(), *spread, k_scale=k_scale, v_scale=v_scale), wanted)
@@ -204,14 +205,20 @@ def test_what_is_refused_of_queries(launches, changed, words):
     ("dtype", "scales", "words"),
     [
         (EIGHT, {}, "of torch.float8_e4m3fn need k_scale and v_scale"),
-        (EIGHT, {"k_scale": 1.0}, "v_scale must be a number.* got None; .* need k_scale and v_scale"),
+        (EIGHT, {"k_scale": 1.0}, "v_scale must be a positive number.* got None; .* need k_scale and v_scale"),
         (
             EIGHT,
             {"k_scale": torch.ones(3), "v_scale": 1.0},
             r"k_scale must be .*\[kv_heads = 2\], got torch.float32 \(3,\)",
         ),
         (EIGHT, {"k_scale": torch.ones(2), "v_scale": 1.0}, r"must have one shape, got \(2,\) and \(1,\)"),
-        (EIGHT, {"k_scale": True, "v_scale": 1.0}, "k_scale must be a number, .* got True"),
+        (EIGHT, {"k_scale": True, "v_scale": 1.0}, "k_scale must be a positive number, .* got True"),
+        (EIGHT, {"k_scale": 1.0, "v_scale": 0.0}, "v_scale must be a positive number, .* got 0.0"),
+        (
+            EIGHT,
+            {"k_scale": torch.ones(2, requires_grad=True), "v_scale": torch.ones(2)},
+            "requires a gradient, and scales have none",
+        ),
         (
             torch.float8_e5m2,
             {"k_scale": 1.0, "v_scale": 1.0},

@@ -112,7 +112,8 @@ class Tile(ct.Tile):
         if self.array.ndim:
             raise InterpreterError(
                 f"a tile of shape {self.shape} was used where one number is needed (an index, a range, an if); "
-                "reduce it first, for example with ct.sum, or reshape it to ()"
+                "reduce it first, for example with ct.sum, or reshape it to (); for each element by itself, write &, | and ~ in "
+                "place of and, or, not and chains such as a < b < c, and ct.where in place of if"
             )
         return self.array.item()
 

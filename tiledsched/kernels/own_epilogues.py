@@ -58,7 +58,7 @@ def apply_own(kernel: Any, xp: Any, sums: Any, arrays: dict[str, Any]) -> Any:
         for each in (sums, *(arrays[name] for name in kernel.own_arrays))
     ]
     found = evaluated(kernel.epilogue, "epilogue", on_host[0], rows[:, None], columns[None], arrays=on_host[1:])
-    return xp.asarray(numpy.broadcast_to(found, sums.shape))
+    return xp.array(numpy.broadcast_to(found, sums.shape))  # which may be written to
 
 
 def locator(kernel: Any) -> str:

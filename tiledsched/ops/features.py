@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -207,7 +208,7 @@ def read_scales(q: Any, k: Any, q_scale: Any, k_scale: Any, v_scale: Any, pages:
         pages: entries of k, where these are pages.
 
     Raises:
-        ProblemError: one is missing or is something else, or they have different shapes.
+        ProblemError: one is missing, is something else or requires a gradient, or they have different shapes.
     """
     if (q_scale is None) == (q.dtype == EIGHT_BIT_DTYPE):
         raise ProblemError(
@@ -230,13 +231,17 @@ def read_scales(q: Any, k: Any, q_scale: Any, k_scale: Any, v_scale: Any, pages:
     make = _number if is_traced() or process.runtime.is_capturing() else _kept_number
     scales = {"k_scale": k_scale, "v_scale": v_scale} | ({} if q_scale is None else {"q_scale": q_scale})
     for name, each in scales.items():
-        each = make(float(each), k.device) if type(each) in (int, float) else each
+        if isinstance(each, numbers.Real) and each is not True and 0 < float(each) < math.inf:
+            each = make(float(each), k.device)
         shape = tuple(each.shape) if isinstance(each, torch.Tensor) else None
-        if shape not in sizes or not each.is_floating_point() or each.device != k.device:
+        learned = torch.is_grad_enabled() and getattr(each, "requires_grad", False)
+        if shape not in sizes or not each.is_floating_point() or each.device != k.device or learned:
             got = f"{each.dtype} {shape} on {each.device}" if shape is not None else repr(each)
             raise ProblemError(
-                f"{name} must be a number, or a floating-point tensor on k's device of one number, [kv_heads = {kv_heads}]"
-                f"{f' or [pages = {pages}]' if pages else ''}, got {got}; keys and values in 8 bits need k_scale and v_scale"
+                f"{name} must be a positive number, or a floating-point tensor on k's device of one number, "
+                f"[kv_heads = {kv_heads}]{f' or [pages = {pages}]' if pages else ''}, got {got}"
+                f"{', which requires a gradient, and scales have none' * learned}; keys and values in 8 bits need k_scale and "
+                "v_scale"
             )
         found[name] = each.reshape(sizes[shape])
     if q_scale is not None:

@@ -19,6 +19,7 @@ from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
+from tiledsched.kernels.attention.options import MAX_HEAD_DIM
 from tiledsched.kernels.attention.scales import default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
 from tiledsched.kernels.attention_backward import masks
@@ -310,8 +311,12 @@ def _read(
     check_tensors(q, k, v)
     score_mod, mask_mod, block_mask, arrays = _in_tile_code(q, score_mod, mask_mod, block_mask, arrays)
     scale = read_scale(scale)
-    if odd_scale(scale) or not q.shape[-1]:
-        raise ProblemError(odd_scale(scale) or "q has no columns; head_dim must be 1 at least")
+    if odd_scale(scale) or not 0 < q.shape[-1] <= MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
+        raise ProblemError(
+            odd_scale(scale)
+            or f"head_dim must be 1 to {MAX_HEAD_DIM}, and value_dim no more than that, got {q.shape[-1]} and {v.shape[-1]}; "
+            "torch's FlexAttention takes others"
+        )
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and heads_grouped(q, k, v)):
         raise ProblemError(
             "flex takes tensors [batch, heads, rows, columns] of one batch, heads a multiple of kv_heads, or three axes of each; "
@@ -320,9 +325,8 @@ def _read(
     types = types_of(arrays)
     if block_mask is not None:
         mask_mod = _mask_of(block_mask, mask_mod, types)
-    name, lists = variant_named(score_mod, mask_mod, types, score_grad), None
-    if block_mask is not None:
         _check_sizes(block_mask, q, k)
+    name, lists = variant_named(score_mod, mask_mod, types, score_grad), None
     if mask_mod is not None and q.shape[2] > FEW_ROWS and q.device.type == process.runtime.device_type:
         lists = find_lists(name, q, k, arrays) if block_mask is None else block_mask.lists
     return name, lists, arrays, scale
@@ -408,8 +412,7 @@ def _attend(
     operator = flex_lse_operator if return_lse else flex_operator
     result = operator(q, k, v, lists, list(arrays), kernel, scale_read)
     if not is_traced() and is_plain_call() and are_ordinary(given := (q, k, v, *arrays)):
-        of_mask = None if mask_mod is None else _stream_of(q)
-        of_mask = of_mask if block_mask is None else block_mask.key
+        of_mask = block_mask.key if block_mask is not None else None if mask_mod is None else _stream_of(q)
         key = call_key(*given, id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse)
         listed, held = "" if lists is None else kernel, (score_mod, mask_mod, block_mask and block_mask.mask_mod)
         with lock:

@@ -91,11 +91,16 @@ def takes_tensors(function: Called) -> Called:
         try:
             return function(*arguments, **named)
         except Exception as error:
-            for name, value in inspect.signature(function).bind(*arguments, **named).arguments.items():
-                kind = str(function.__annotations__[name])
-                is_missing = value is None and "None" in kind
-                if kind.startswith("Tensor") and not isinstance(value, Tensor) and not is_missing:
-                    raise ProblemError(f"{name} must be a torch.Tensor, got {type(value).__name__}") from error
+            for name, value in [*zip(inspect.signature(function).parameters, arguments, strict=False), *named.items()]:
+                kind, listed = str(function.__annotations__.get(name)), isinstance(value, (tuple, list))
+                fits = listed == kind.startswith("tuple") and all(
+                    isinstance(x, Tensor) for x in (value if listed else [value])
+                )
+                if "Tensor" in kind and not (
+                    fits or (value is None and "None" in kind) or (isinstance(value, str) and "str" in kind)
+                ):
+                    wanted = "tuple of tensors, as in arrays=(limits,)" if kind.startswith("tuple") else "torch.Tensor"
+                    raise ProblemError(f"{name} must be a {wanted}, got {type(value).__name__}") from error
             raise
 
     return cast(Called, checked)

@@ -41,24 +41,18 @@ def attend_masked(
     which, and of its place, the kernel makes whether a probability is kept. All schedules drop the same.
 
     Args:
-        q, k, v: `[batch, heads, rows, columns]`, or three axes of each.
+        q, k, v: `[batch, heads, rows, columns]`.
         mask: None, or boolean, float32 or of q's dtype, of a shape that broadcasts to `[batch, heads, seq_q, seq_k]`.
         dropout_p: probability that a probability is dropped.
         causal: top_left, bottom_right or None; None where there is a mask tensor.
         scale: softmax scale or None.
         return_lse: return the log-sum-exp, too.
     """
-    if q.ndim == k.ndim == v.ndim == 3 and mask is not None and mask.ndim < 4:
-        found = attend_masked(q[None], k[None], v[None], mask, dropout_p, causal, scale, return_lse)
-        if found is None:
-            return None
-        return (found[0][0], found[1][0]) if return_lse else found[0]
     if odd_scale(scale) or unserved(q, k, v, None, 0.0) or not 0 <= dropout_p <= MOST_DROPPED:
         return None
-    if not (is_own() or (is_faster(q.get_device()) and not dropout_p and q.shape[2] > 1)):
-        return None
     if (
-        torch._C._are_functorch_transforms_active()
+        not (is_own() or (is_faster(q.get_device()) and not dropout_p and q.shape[2] > 1))
+        or torch._C._are_functorch_transforms_active()
         or has_tangent((q, k, v, mask))
         or (type(q) is not torch.Tensor and is_traceable_wrapper_subclass(q))  # such as distributed tensors
         or (causal == "bottom_right" and q.shape[2] != k.shape[2])

@@ -287,12 +287,12 @@ def _attend(
     causal, (alignment, features) = alignment or False, read_features(q, k, alignment, *given)
     # Of a scale that is no number torch makes other things with four axes than with three.
     as_they_are = odd_scale(scale) and q.shape[0] == k.shape[0] == v.shape[0]
-    if q.ndim == k.ndim == v.ndim == 3 and mask is None and not as_they_are:
+    if q.ndim == k.ndim == v.ndim == 3 and (mask is None or mask.ndim < 4) and not as_they_are:
         result = sdpa(
             q[None],
             k[None],
             v[None],
-            None,
+            mask,
             dropout_p,
             scale=scale,
             causal=causal,

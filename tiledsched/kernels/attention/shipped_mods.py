@@ -47,6 +47,7 @@ def causal_mask(b, h, q_idx, kv_idx, *others):
 
 
 def additive_mask(score, b, h, q_idx, kv_idx, mask, *others):
-    """The score_mod of a mask of numbers, which are added to the scaled scores in float32; minus infinity hides a key."""
+    """The score_mod of a mask of numbers, which are added to the scaled scores in float32; minus infinity hides a key. NaN, in a
+    score or in the mask, stays NaN."""
     added = mask_at(mask, b, h, q_idx, kv_idx).astype(ct.float32)
-    return ct.where(added > -math.inf, ct.maximum(score + added, FLOOR), -math.inf)
+    return ct.where(added == -math.inf, -math.inf, ct.maximum(score + added, FLOOR, propagate_nan=True))

@@ -176,7 +176,7 @@ def flex_attention(
         DeclarationError: neither function is given, one cannot be compiled, or takes another number of arrays.
     """
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    fields = dict(arrays or {})
+    fields = {**(arrays or {})}  # of which anything but a mapping is an error that says so
     for name, each in fields.items():
         if not isinstance(each, ArrayField):
             raise DeclarationError(
@@ -271,7 +271,10 @@ def check_parameters(function: Any, what: str, count: int) -> None:
     except TypeError as error:
         wanted = ", ".join([*taken, *(f"array{place}" for place in range(count))])
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        raise DeclarationError(f"{what} must take ({wanted}), and {name} does not: {error}") from error
+        raise DeclarationError(
+            f"{what} must take ({wanted}), and {name} does not: {error}; a function is given all arrays of the call, and those "
+            "that functions in torch's words read: take each, or end with *arrays"
+        ) from error
 
 
 def reads(function: Any, place: int) -> bool:
@@ -518,7 +521,8 @@ def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> 
     """What a function of an author's returns for arrays of any size, in NumPy.
 
     Raises:
-        DeclarationError: it fails, returns another shape, or is a mask that is not boolean; the message begins with the place.
+        DeclarationError: it fails, returns another shape, or is a mask that is not boolean, or a score that is; the message
+            begins with the place.
     """
     from tiledsched.interpreter import InterpreterError, evaluate
     from tiledsched.interpreter.values import OutsideError, UnsupportedOperationError
@@ -531,9 +535,10 @@ def evaluated(function: Any, what: str, *values: Any, arrays: Sequence[Any]) -> 
     except InterpreterError as error:
         place = author_line(error.__cause__ or error) or function_line(written)
         raise DeclarationError(f"{place}: {what}: {str(error).removesuffix(f' ({place})')}") from error
-    if what == "mask_mod" and found.dtype != bool:
+    kinds = {"mask_mod": "booleans, as comparisons do", "score_mod": "scores; give what hides keys as mask_mod"}
+    if what in kinds and (found.dtype == bool) == (what == "score_mod"):
         raise DeclarationError(
-            f"{function_line(written)}: mask_mod: {word_of(function)} must return booleans, as comparisons do, got {found.dtype}"
+            f"{function_line(written)}: {what}: {word_of(function)} must return {kinds[what]}, got {found.dtype}"
         )
     return found
 
@@ -550,8 +555,8 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
     from tiledsched.kernels.attention.applied import strictly
 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
-    rows, keys = (numpy.arange(4, dtype=numpy.int32).reshape(shape) for shape in ((4, 1), (1, 4)))
-    values: dict[str, Any] = {"b": 0, "h": 0} | dict.fromkeys(("score", "acc"), numpy.zeros((4, 4), numpy.float32))
+    rows, keys = numpy.arange(4, dtype=numpy.int32)[:, None], numpy.arange(8, dtype=numpy.int32)[None]
+    values: dict[str, Any] = {"b": 0, "h": 0} | dict.fromkeys(("score", "acc"), numpy.zeros((4, 8), numpy.float32))
     values |= {"q_idx": rows, "kv_idx": keys, "row": rows, "column": keys}
     for what, function in functions.items():
         given = [values[each] for each in PARAMETERS[what]]

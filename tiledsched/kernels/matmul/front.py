@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.epilogues import ACTIVATIONS, ARRAYS, E4M3
-from tiledsched.ops.front import GRADIENTS, flat_rows, multiply, operator, takes_tensors
+from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, multiply, operator, takes_tensors
 
 
 @takes_tensors
@@ -58,8 +58,11 @@ def matmul(
     if bias is activation is gate is residual is out_scale is epilogue is None and not arrays:
         out: Tensor = operator("matmul")(flat, other)
     else:
-        rows = None if residual is None else flat_rows(residual)
-        parts = bias, activation, gate, rows, out_scale
+        if residual is not None:
+            columns = other.shape[-1] // (1 + isinstance(gate, str))
+            check_shape("residual", residual, "the result", (*input.shape[:-1], columns))
+            residual = flat_rows(residual)
+        parts = bias, activation, gate, residual, out_scale
         out = multiply("matmul_epilogue", (flat, other), epilogue, arrays, *parts)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], out.shape[-1])
 
@@ -94,6 +97,14 @@ def _gradients(pinned: Mapping[str, Any], ctx: Any, d: Tensor) -> tuple[Any, ...
     return tuple([found.get(name) if wanted[name] else None for name in names])
 
 
+def _save(pinned: Mapping[str, Any], ctx: Any, inputs: Any, output: Any) -> None:
+    """Save what the gradients read: all before the residual, which may be changed in place."""
+    ctx.save_for_backward(*inputs[: 2 + pinned.get("bias", False) + pinned.get("gate", False)])
+
+
 GRADIENTS |= dict.fromkeys(
-    ("matmul", "matmul_epilogue"), lambda made, pinned: made.register_autograd(functools.partial(_gradients, pinned))
+    ("matmul", "matmul_epilogue"),
+    lambda made, pinned: made.register_autograd(
+        functools.partial(_gradients, pinned), setup_context=functools.partial(_save, pinned)
+    ),
 )

@@ -46,10 +46,11 @@ def scaled_matmul(
     rows, columns, kind = a.shape[:1], b.shape[1:], "row"
     if scale_a.numel() == 1 and scale_b.numel() == 1:
         kind = "tensor"
-    elif scale_a.shape not in ((*rows, 1), rows) or scale_b.shape not in ((1, *columns), columns):
+    elif a.ndim == b.ndim == 2 and (
+        scale_a.shape not in ((*rows, 1), rows) or scale_b.shape not in ((1, *columns), columns)
+    ):
         kind, use_fast_accum = "block", False
-    blocks = kind == "block"
-    scales = _block_scales(a, b, scale_a, scale_b) if blocks else (scale_a.reshape(-1), scale_b.reshape(-1))
+    scales = _block_scales(a, b, scale_a, scale_b) if kind == "block" else (scale_a.reshape(-1), scale_b.reshape(-1))
     if bias is not None and out_dtype not in (None, bias.dtype):
         raise ProblemError(f"bias must be of the output's type, {out_dtype}, got {bias.dtype}; cast it")
     typed = str(out_dtype or "bfloat16").removeprefix("torch.") if bias is None else bias  # which has the output's type
