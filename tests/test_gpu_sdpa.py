@@ -409,6 +409,29 @@ def test_keys_in_eight_bits(serve, columns, dtype) -> None:
             assert torch.equal(replayed(partial(serve.sdpa, q, k8, v8, causal="bottom_right", **numbers)), out)
 
 
+@pytest.mark.parametrize("columns", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [None, 1])
+def test_queries_in_eight_bits(serve, columns, dim) -> None:
+    """Values by rows, which are copied, and by columns; a tile of rows and keys, one more, and many; in a CUDA graph, too."""
+    for rows, keys, causal in ((65, 16, False), (128, 128, True), (129, 144, "bottom_right"), (700, 5008, False)):
+        q, k, v = tensors(heads=8, kv_heads=2, rows=rows, keys=keys, columns=columns, dtype=torch.bfloat16)
+        (q8, q_scale, exact_q), (k8, k_scale, exact_k), (v8, v_scale, exact_v) = (
+            in_eight_bits(each, which) for each, which in ((q, None), (k, dim), (v, dim))
+        )
+        want = math_attention(exact_q, exact_k, exact_v, causal)
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "causal": causal}
+        by_rows, by_columns = (partial(serve.sdpa, q8, k8, each, **scales) for each in (v8, v8.mT.contiguous().mT))
+        assert serve.plan_for(q8, k8, v8, **scales).problem.q8
+        for call in (by_rows, by_columns):
+            for out in (call(), replayed(call)):
+                assert out.dtype == torch.bfloat16
+                assert (out.double() - want).norm() < 0.04 * want.norm()
+        if not causal:
+            scores = exact_q @ exact_k.repeat_interleave(4, dim=1).mT * columns**-0.5
+            sums = by_columns(return_lse=True)[1]
+            torch.testing.assert_close(sums.double(), scores.logsumexp(-1), atol=2e-2, rtol=0.0)
+
+
 @pytest.mark.parametrize("page", [16, 48, 128, 512])
 @pytest.mark.parametrize("dim", [None, 2, 0])
 def test_pages_in_eight_bits(serve, page, dim) -> None:

@@ -8,10 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tiledsched as ts
-from tiledsched.core.errors import ProblemError
+from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.kernels.attention import Attention
+from tiledsched.measure.runner import Device
 from tiledsched.ops import plans
 from tiledsched.ops.sdpa import plan_for
+from tiledsched.serve import process
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -159,6 +161,18 @@ def test_queries_with_sinks_and_lengths(launches):
     wanted = ts.sdpa(*bits, key_lengths=lengths, sinks=sinks)
     close(found, wanted, 0.04)
     assert sorted(plan.problem.q8 for plan in plans.cache.plans.values()) == [False, True]
+
+
+def test_gpus_without_8_bits_leave_them_to_torch(launches):
+    given, exact = queries()
+    old = Device(arch="sm_89", name="NVIDIA GeForce RTX 4090", sm_count=128)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "device_facts", lambda index: old)
+        with pytest.raises(UnsupportedError, match="cuTile has no 8-bit floats on sm_80, sm_86, sm_89"):
+            ts.sdpa(**given)
+        with ts.configure(fallback="torch"), pytest.warns(UserWarning, match="uses torch's attention: cuTile"):
+            close(ts.sdpa(**given), right(*exact), 5e-3)
+    assert launches == []
 
 
 def test_compiled_queries(launches):

@@ -276,15 +276,16 @@ def prompt_calls(keys: int, causal: bool, device: str = "cuda") -> tuple[dict[st
     calls = {
         "8 bits": AttentionCall(q, k, v.mT.contiguous().mT, mask, None, False, eight),
         "8 bits, values copied": AttentionCall(q, k, v, mask, None, False, eight),
-        "bfloat16": AttentionCall(*wide, mask, None, False, NO_FEATURES),
+        "bfloat16": AttentionCall(wide[0], wide[1], wide[2], mask, None, False, NO_FEATURES),
     }
     return calls, exact
 
 
-def exact_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """Attention of one head in float64, some rows at a time."""
+def exact_attention(head: Sequence[Any], causal: bool) -> Any:
+    """Attention of one head, given as q, k and v in float64, some rows at a time."""
     import torch
 
+    q, k, v = head
     found, columns = [], torch.arange(len(k), device=k.device)
     for first in range(0, len(q), ROWS_AT_ONCE):
         scores = q[first : first + ROWS_AT_ONCE] @ k.T / math.sqrt(q.shape[1])
@@ -336,7 +337,8 @@ def prompts(lengths: Sequence[int], rounds: int, most_s: float) -> Iterator[dict
             print(f"no time left for {wide} and what follows", file=sys.stderr)
             return
         made, exact = prompt_calls(wide.seq_k, wide.causal)
-        right, calls, about = exact_attention(*exact, wide.causal), {}, {}
+        right, about = exact_attention(exact, wide.causal), {}
+        calls: dict[str, Callable[[], Any]] = {}
         for name, given, p, answer in methods:
             if (p, answer.schedule) not in ready:
                 continue

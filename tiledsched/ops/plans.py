@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import ALIGNMENT, strides_of
@@ -23,6 +22,9 @@ from tiledsched.serve.execute import launch_plan
 from tiledsched.serve.plan import Decision, Plan, beyond_int32, choose, make_plan, rival_fields
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.schema import Output
+
+BEFORE_EIGHT_BITS = ("sm_80", "sm_86", "sm_89")
+"""Architectures for which cuTile compiles no 8-bit floats."""
 
 
 def plan_key(
@@ -122,10 +124,8 @@ class AttentionCall(NamedTuple):
 
     def without_q8(self) -> bool:
         """Whether the kernel has no program for the call's queries in 8 bits; it has one for the same numbers in bfloat16."""
-        if unserved(*self[:3], None, 0.0):
-            return True
-        values = {**self.fields(), "page": 0, "kv8": self.features.kv8}
-        return not multiplies_eight_bits(self.q.device.index or 0) or unfit_for_q8(values) != ""
+        refused = unserved(*self[:3], None, 0.0)
+        return bool(refused or unfit_for_q8({**self.fields(), "page": 0, "kv8": self.features.kv8}))
 
     def find_plan(self) -> Plan | str:
         """The plan of the call, or why the kernel cannot serve it.
@@ -151,6 +151,8 @@ class AttentionCall(NamedTuple):
         reason = unserved(*tensors, None, 0.0)
         if reason:
             return reason
+        if features.k_scale is not None and process.device_facts(q.device.index or 0).arch in BEFORE_EIGHT_BITS:
+            return f"cuTile has no 8-bit floats on {', '.join(BEFORE_EIGHT_BITS)}"
         cap = features.softcap or None
         if process.is_invariant() and getattr(features.kernel, "mods", (None, None))[1] is not None:
             raise UnsupportedError(
@@ -209,16 +211,6 @@ class AttentionCall(NamedTuple):
         """Launch a plan of the call; see :func:`launch_attention`."""
         q, k, v, _, _, lse, features = self
         return launch_attention(plan, q, k, v, lse, features, first, keep_zeros)
-
-
-def multiplies_eight_bits(index: int) -> bool:
-    """Whether device `index` has products of 8-bit floats."""
-    arch = process.device_facts(index).arch
-    return arch in ARCHS and ARCHS[arch].fp8_speedup > 1
-
-
-# Under torch.compile: called while tracing and not traced.
-multiplies_eight_bits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def launch_attention(

@@ -97,8 +97,8 @@ def sdpa(
             hold anything, NaN included.
         q_scale: for q of float8_e4m3fn, what its numbers are multiplied with: positive, a number, or a tensor of one or of the
             shape of k_scale. The output is bfloat16 then. Products are of 8 bits, and probabilities are rounded to them, too. A v
-            whose keys do not lie side by side in memory (as in `v.mT.contiguous().mT`) is copied in each call. Calls with at most
-            64 rows, softcap, key_starts or sizes that are no multiples of 16, and GPUs before sm_89, take q in bfloat16.
+            whose keys do not lie side by side in memory (as in `v.mT.contiguous().mT`) is copied in each call. Calls of at most
+            64 rows, with softcap or key_starts, or with sizes that are no multiples of 16 take q converted to bfloat16.
         k_scale, v_scale: for k and v of float8_e4m3fn, what their numbers are multiplied with: positive, a number or a
             floating-point tensor of one, or `[kv_heads]`. A number becomes a tensor in the first call that has it.
         deterministic: whether gradients are the same, bit for bit, whenever they are computed. Unless given they are where
