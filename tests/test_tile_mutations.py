@@ -650,14 +650,10 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             "ct.cumsum(tiles, axis=0)",
             4,
         ),
-        "sum not transposed back": ("ct.transpose(acc) if const.SWAP else acc", "acc", 1),
+        "sum not transposed back": ("acc, gate = ct.transpose(acc), None", "acc, gate = acc, None", 1),
         "steps rounded down": ("range(ct.cdiv(A.shape[1], const.TILE_K))", "range(A.shape[1] // const.TILE_K)", 4),
         "k not padded": ("padding_mode=ct.PaddingMode.ZERO, traversal_steps=steps", "traversal_steps=steps", 4),
-        "tiles of A begin at multiples of their size": (
-            "steps = (1, const.TILE_K)",
-            "steps = (const.TILE_M, const.TILE_K)",
-            4,
-        ),
+        "tiles of A begin at multiples of their size": ("steps = (1, COLUMNS)", "steps = (const.TILE_M, COLUMNS)", 4),
         "persistent blocks skip work": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):", 4),
         "blocks without work": ("elif ct.bid(0) < used * tiles_n:", "else:", 3),
     },
@@ -893,20 +889,16 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
     },
     "grouped_matmul_epilogue": {
         "the bias of the first group": (
-            "ct.gather(extras.bias, (group.index, column))",
-            "ct.gather(extras.bias, (0, column))",
+            "ct.gather(extras.bias, (group.index, columns))",
+            "ct.gather(extras.bias, (0, columns))",
             1,
         ),
-        "the residual of the first rows": ("at = (group.row, work.column)", "at = (0, work.column)", 1),
+        "the residual of the first rows": ("at = (group.row, column)", "at = (0, column)", 1),
         "the gate of the first group": ("gates.load((group.index, step, column)", "gates.load((0, step, column)", 2),
         "the same product twice": ("g = gates.load(", "g = columns.load(", 2),
-        "the gate is not transposed": (
-            "ct.transpose(g), ct.transpose(a), gate",
-            "ct.transpose(b), ct.transpose(a), gate",
-            2,
-        ),
+        "the gate is not transposed": ("None if Gate is None else ct.transpose(gate)", "gate", 2),
         "no gate": ("finished(acc, gate, bias", "finished(acc, None, bias", 2),
-        "the product of the gate is not summed": ("ct.mma(a, g, gate)", "ct.mma(a, g, acc)", 4),
+        "the product of the gate is not summed": ("added(gate, a, g, const)", "added(acc, a, g, const)", 4),
         "persistent blocks skip tiles": ("ct.num_blocks(0)):", "ct.num_blocks(0) + 1):", 1),
     },
     "softmax_backward": {
@@ -943,6 +935,7 @@ SHARED = {
     "matmul_epilogue": "epilogue_tiles",
     "scaled_matmul": "products",
     "grouped_matmul": "products",
+    "grouped_matmul_epilogue": "grouped_matmul.tiles",
 }
 """Kernel -> the module of tile code that it shares with others, if that is not `rows`."""
 

@@ -26,7 +26,6 @@ from tiledsched.core.cases import call_reference
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.errors import ProblemError, did_you_mean
-from tiledsched.core.registry import kernel_named
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.rivals import Function, Variants
 from tiledsched.core.schedule import Schedule
@@ -113,6 +112,8 @@ class Epilogue:
     Residual = ts.array("m n", when="residual")
     Scale = ts.array("1", dtype="float32", when="quantised")
 
+    product: ClassVar[Any] = None
+    """The kernel of the plain product."""
     epilogue: ClassVar[Callable[..., Any] | None] = None
     """An author's own function in the place of the activation."""
     own_arrays: ClassVar[tuple[str, ...]] = ()
@@ -125,7 +126,7 @@ class Epilogue:
     @classmethod
     def flops(cls, p: Any) -> float:
         """Those of the products."""
-        return float(super().flops(p) * (1 + p.gate))  # type: ignore[misc]  # that of the plain product
+        return float(cls.product.flops(p) * (1 + p.gate))
 
     @classmethod
     def inputs(cls, xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
@@ -134,7 +135,7 @@ class Epilogue:
         return {
             "Scale": (2.0 ** rng.integers(-7, -4, size=1)).astype("float32"),
             "A": rng.standard_normal((p.m, p.k), dtype=numpy.float32) / math.sqrt(p.k),
-            **super().inputs(xp, rng, p),  # type: ignore[misc]
+            **cls.product.inputs(xp, rng, p),
         }
 
     @staticmethod
@@ -143,7 +144,7 @@ class Epilogue:
         kernel, found = p.declaration, dict(arrays)
         for name in ("B", "Gate"):
             if name in arrays:
-                (found[name],) = call_reference(kernel_named(kernel.space), xp, p, arrays | {"B": arrays[name]})
+                (found[name],) = call_reference(kernel.product, xp, p, arrays | {"B": arrays[name]})
         if "Bias" in arrays and "Offsets" in arrays:  # that of the group of each row
             group = xp.searchsorted(arrays["Offsets"], xp.arange(p.m), side="right").clip(0, p.experts - 1)
             found["Bias"] = arrays["Bias"][group]
@@ -159,7 +160,7 @@ class Epilogue:
         makes of these; and cuBLAS with an epilogue of its own. None where torch does not have the product or a bias for each
         group, and for an author's own function.
         """
-        product = next(iter(super().rivals(p).values()), None)  # type: ignore[misc]
+        product = next(iter(cls.product.rivals(p).values()), None)
         if product is None or cls.epilogue is not None or (p.bias and "experts" in p.values):
             return {}
         made = in_torch(p, product)
@@ -187,7 +188,7 @@ OTHER_EPILOGUE = 0.1
 @functools.lru_cache(maxsize=4096)
 def plain(p: Any) -> Any:
     """The plain product that takes as long: with as many columns as both products of a gated one have together."""
-    product = kernel_named(p.declaration.space)
+    product = getattr(p.declaration, "product", p.declaration)  # which may be plain itself
     kept = {name: p.values[name] for name in product.fields}
     return product.problem(**kept | {"n": p.n * (1 + p.values.get("gate", False))})
 

@@ -106,18 +106,28 @@ def grouped_matmul(
 ):
     """C[rows of group g] = A[rows of group g] @ B[g] for A `[tokens, k]`, B `[groups, k, n]` and C `[tokens, n]`."""
     const = GroupedConstants(TILE_M, TILE_N, TILE_K, GROUP_M, LATENCY, SWAP, STORE_VIEW, ALIGNED)
-    used, tiles_n = ct.load(Tiles, (USED, 0), (1, 1)).item(), ct.cdiv(C.shape[1], TILE_N)
+    schedule_tiles(A, B, None, Tiles, C, None, None, const, PERSISTENT)
+
+
+def schedule_tiles(A, B, Gate, Tiles, C, finish, extras, const, PERSISTENT):
+    """All of the current block's work tiles. Gate, `finish` and `extras` are those of an epilogue; None without one."""
+    used, tiles_n = ct.load(Tiles, (USED, 0), (1, 1)).item(), ct.cdiv(C.shape[1], const.TILE_N)
     if PERSISTENT:
         for index in range(ct.bid(0), used * tiles_n, ct.num_blocks(0)):
-            multiply(A, B, Tiles, C, place_of(index, used, tiles_n, const), const)
+            multiply(A, B, Gate, Tiles, C, place_of(index, used, tiles_n, const), finish, extras, const)
     elif ct.bid(0) < used * tiles_n:
-        multiply(A, B, Tiles, C, place_of(ct.bid(0), used, tiles_n, const), const)
+        multiply(A, B, Gate, Tiles, C, place_of(ct.bid(0), used, tiles_n, const), finish, extras, const)
 
 
-def multiply(A, B, Tiles, C, work, const):
+def multiply(A, B, Gate, Tiles, C, work, finish, extras, const):
     """One work tile, start to finish."""
     group = Group(get(Tiles, GROUP, work.row), get(Tiles, ROW, work.row), get(Tiles, END, work.row))
-    tile = main_loop(A, B, group, work.column, const).astype(C.dtype)
+    rows, columns = elements_of(0, work.column, const.TILE_M, const.TILE_N)
+    rows = rows + group.row
+    acc, gate = main_loop(A, B, Gate, group, work.column, const)
+    if finish is not None:
+        acc = finish(acc, gate, group, work.column, rows, columns, extras, const)
+    tile = acc.astype(C.dtype)
     if const.STORE_VIEW:
         store_view(C, group, work.column, tile, const)
     else:
@@ -129,18 +139,37 @@ def get(Tiles, row, slot):
     return ct.load(Tiles, (row, slot), (1, 1)).item()
 
 
-def main_loop(A, B, group, column, const):
-    """The product of a tile of rows and a tile of columns, `[TILE_M, TILE_N]` in float32."""
-    latency = None if const.LATENCY == 0 else const.LATENCY
-    steps = (1, const.TILE_K)  # between tiles of A: one begins at every row
-    rows = A.tiled_view((const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO, traversal_steps=steps)
-    columns = B.tiled_view((1, const.TILE_K, const.TILE_N), padding_mode=ct.PaddingMode.ZERO)
+def main_loop(A, B, Gate, group, column, const):
+    """The products of a tile of rows and tiles of columns of B and of Gate, each `[TILE_M, TILE_N]` in float32; the second is
+    None without a Gate."""
+    latency, shape = None if const.LATENCY == 0 else const.LATENCY, (const.TILE_K, const.TILE_N)
+    rows = rows_of(A, const.TILE_K, const)
+    columns = B.tiled_view((1, *shape), padding_mode=ct.PaddingMode.ZERO)
+    gates = None if Gate is None else Gate.tiled_view((1, *shape), padding_mode=ct.PaddingMode.ZERO)
     acc = ct.zeros((const.TILE_N, const.TILE_M) if const.SWAP else (const.TILE_M, const.TILE_N), ct.float32)
+    gate = None if Gate is None else acc
     for step in range(ct.cdiv(A.shape[1], const.TILE_K)):
         a = rows.load((group.row, step), latency=latency)
-        b = columns.load((group.index, step, column), latency=latency).reshape((const.TILE_K, const.TILE_N))
-        acc = ct.mma(ct.transpose(b), ct.transpose(a), acc) if const.SWAP else ct.mma(a, b, acc)
-    return ct.transpose(acc) if const.SWAP else acc
+        b = columns.load((group.index, step, column), latency=latency).reshape(shape)
+        if Gate is None:
+            acc = added(acc, a, b, const)
+        else:
+            g = gates.load((group.index, step, column), latency=latency).reshape(shape)
+            acc, gate = added(acc, a, b, const), added(gate, a, g, const)
+    if const.SWAP:
+        acc, gate = ct.transpose(acc), None if Gate is None else ct.transpose(gate)
+    return acc, gate
+
+
+def added(acc, a, b, const):
+    """Sums with the product of a step added to them, transposed where operands are exchanged."""
+    return ct.mma(ct.transpose(b), ct.transpose(a), acc) if const.SWAP else ct.mma(a, b, acc)
+
+
+def rows_of(array, COLUMNS, const):
+    """A matrix as tiles of TILE_M rows, of which one begins at every row, with zeros beyond the edge."""
+    steps = (1, COLUMNS)
+    return array.tiled_view((const.TILE_M, COLUMNS), padding_mode=ct.PaddingMode.ZERO, traversal_steps=steps)
 
 
 def store_view(C, group, column, tile, const):

@@ -55,6 +55,7 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):  # type: ignore[mi
     """
 
     name = "grouped_matmul_epilogue"
+    product = GroupedMatmul
     space = GroupedMatmul.name
     derived = GroupedMatmul.derived | DERIVED
 

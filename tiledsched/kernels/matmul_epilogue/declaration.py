@@ -66,6 +66,7 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):  # type: ignore[misc]  # its ref
     """
 
     name = "matmul_epilogue"
+    product = Matmul
     space = timed_with = Matmul.name
     derived = Matmul.derived | DERIVED
     PaddedGate = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
