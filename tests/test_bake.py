@@ -205,7 +205,9 @@ def test_what_ships_is_chosen_on_every_problem_within_a_microsecond(name, most):
     choose, text = chooser(baking), baking.source()
     for each, facts in zip(cases, baking.names, strict=True):
         assert {"pdl": 0, **choose(**facts)} == {"pdl": 0, **each.served.schedule}
-    assert ("pdl" in text) == any(each.served.schedule.get("pdl") for each in cases)  # sources without stay as they were
+    assert ("pdl" in text) == any(
+        each.served.schedule.get("pdl") for each in cases
+    )  # sources without stay as they were
     assert len(text.splitlines()) <= most
     assert "tiledsched." not in text
     needed = {key: value for key, value in facts.items() if key in baking.needed_facts}
