@@ -200,13 +200,13 @@ def test_gradients_of_queries_are_torchs(launches, left_to_torch):
     [
         ({"q_scale": None}, "q_scale is for q of torch.float8_e4m3fn, which needs it, got .* and q_scale = None"),
         ({"q": torch.zeros(2, 4, 80, 64)}, "got q of torch.float32 and q_scale"),
-        ({"q_scale": torch.ones(3)}, "q_scale must be a number"),
+        ({"q_scale": torch.ones(3)}, "q_scale must be a positive number"),
         ({"q_scale": torch.ones(2)}, r"times q_scale\) and v_scale must have one shape, got \(2,\) and \(1,\)"),
         (
             {"q_scale": None, "k_scale": None, "v_scale": None},
             "q of torch.float8_e4m3fn needs k and v of that type, and",
         ),
-        ({"k_scale": None}, "k_scale must be a number"),
+        ({"k_scale": None}, "k_scale must be a positive number"),
     ],
 )
 def test_what_is_refused_of_queries(launches, changed, words):

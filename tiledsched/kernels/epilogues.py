@@ -208,6 +208,10 @@ class EpilogueSimilarity(Similarity):
         """That of the plain product."""
         return super().kind(plain(p))
 
+    def rival_kind(self, p: Any) -> tuple[Any, ...]:
+        """That of the plain product, and of others whether cuBLAS has their epilogue."""
+        return (*super().rival_kind(plain(p)), *([is_fused(p)] if "bias" in p.values else []))
+
     def timing_features(self, p: Any) -> tuple[float, ...]:
         """Those of the plain product."""
         return super().timing_features(plain(p))

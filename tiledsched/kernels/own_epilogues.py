@@ -25,7 +25,13 @@ def kernel_of(product: KernelClass, function: Callable[..., Any], arrays: Sequen
     Raises:
         DeclarationError: the function cannot be compiled, or takes another number of arrays.
     """
-    return kernel_by_code(product.space, {"epilogue": function}, arrays, functools.partial(_make, product))
+    return kernel_by_code(product.space, {"epilogue": function}, arrays, _maker(product))  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.cache
+def _maker(product: KernelClass) -> Callable[..., KernelClass]:
+    """What makes the kernels of a product: the same object for the same one."""
+    return functools.partial(_make, product)
 
 
 def _make(

@@ -57,8 +57,8 @@ LARGEST_ERROR = {
 
 On normal inputs, rounding alone makes an error of 3e-4 in float16 and 2.3e-3 in bfloat16 at any length. Leaving out one key of
 1024 makes 2.8e-2, and leaving out 32 of 16384 makes 4e-2 (docs/measuring.md). With queries in 8 bits, probabilities are rounded
-to 3 bits of mantissa: each is off by 2**-4 of itself at most and 2.5e-2 on average, and so is the output where values are random. The worst tile of 16
-columns and 40 visible keys was off by 5.06e-2 on an H200.
+to 3 bits of mantissa: each is off by 2**-4 of itself at most and 2.5e-2 on average, and so is the output where values are random.
+A tile of 16 columns, whose rows see 40 keys, was off by 5.06e-2 on an H200.
 """
 LARGEST_LSE_ERROR = {"fp32": 2e-3, "fp16": 1e-1, EIGHT_BITS: 2e-2}
 """Largest absolute error that a log-sum-exp may have, by accum_mode. The log-sum-exp is the logarithm of a sum in float32.

@@ -69,7 +69,7 @@ REFUSED = (
 MAX_FUNCTIONS = 1024
 """Pairs of functions that are found without reading their text: a function may be made anew in each call."""
 TAKEN = "from around it a function takes numbers, text, tuples of these and functions; pass an array in arrays=..."
-_known: dict[str, KernelClass] = {}
+_known: dict[tuple[Any, str], KernelClass] = {}
 
 
 def code_of(function: Any, what: str) -> list[Any]:
@@ -234,7 +234,7 @@ def kernel_by_code(
     """The kernel of an author's functions, which is made at first. Functions of equal code have one.
 
     Args:
-        kind: how its name begins; another one for each way to make a kernel.
+        kind: how its name begins.
         functions: by their names in :data:`PARAMETERS`.
         arrays: axes and element type of each array that they take.
         make: makes it: `make(name, identity, functions, arrays)`.
@@ -248,10 +248,10 @@ def kernel_by_code(
     identity = stable_id([code, [list(each) for each in arrays]], 8)
     words = "_".join(dict.fromkeys(word_of(each) for what, each in functions.items() if what != "score_grad"))
     name = f"{kind}_{words}_{identity}"
-    if name not in _known:
+    if (make, name) not in _known:
         try_out(functions, arrays)
-        _known[name] = make(name, identity, functions, arrays)
-    return _known[name]
+        _known[make, name] = make(name, identity, functions, arrays)
+    return _known[make, name]
 
 
 def word_of(function: Any) -> str:
