@@ -274,9 +274,8 @@ def _compile_requested(program: CallProgram, wanted: _CompileRequested, arch: st
         program.seconds = time.perf_counter() - began
 
     def compiled(*again: Any, **by_name: Any) -> Any:
-        return (
-            made if again[:1] == given[:1] else original(kernel, *again, **by_name)
-        )  # where the signature is the same
+        same = again[:1] == given[:1]  # the signature
+        return made if same else original(kernel, *again, **by_name)
 
     kernel._compile = compiled
 
