@@ -804,3 +804,10 @@ def flattened(value):
     """Every key of nested JSON, and what it holds."""
     for key, found in value.items() if isinstance(value, dict) else enumerate(value):
         yield from flattened(found) if isinstance(found, dict | list) else [(key, found)]
+
+
+def test_an_export_of_nothing_says_so(home, cli):
+    cli(["db", "import", str(Path(__file__).parent.parent / "tuning_db" / "tables" / "rope" / "sm_90.json")])
+    found = cli("db export atention")
+    assert json.loads(found.out)["entries"] == []
+    assert "nothing of atention is tuned in this database (did you mean 'attention'?); -o names a file" in found.err

@@ -26,8 +26,9 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_lines, print_table
 from tiledsched.core import data_files
-from tiledsched.core.errors import ConfigError, FailureKind
+from tiledsched.core.errors import ConfigError, FailureKind, did_you_mean
 from tiledsched.core.files import csv_cell
+from tiledsched.core.registry import SHIPPED
 from tiledsched.core.text import plural
 
 if TYPE_CHECKING:
@@ -80,11 +81,12 @@ def export(
         if landscapes is not None:
             files = _export_landscapes(db, made_folder(landscapes), arch, kernel, form, full)
             run.print({"files": files}, "\n".join(map(str, files)))
-        elif out == "-":
-            export_table(db, sys.stdout, arch, kernel)
         else:
-            count = export_table(db, out, arch, kernel)
-            run.print({"entries": count, "file": out}, f"{plural(count, 'entry', 'entries')} written to {out}")
+            count = export_table(db, sys.stdout if out == "-" else out, arch, kernel)
+            if out != "-":
+                run.print({"entries": count, "file": out}, f"{plural(count, 'entry', 'entries')} written to {out}")
+            if kernel and not count:
+                note(f"nothing of {kernel} is tuned in this database{did_you_mean(kernel, SHIPPED)}; -o names a file")
 
 
 def _export_landscapes(
