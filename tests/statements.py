@@ -304,7 +304,7 @@ class Reader:
                 or values.get(token) is True
             )
         own = [getattr(problem, each) for each in labels_of(self.evidence.kernel).get(name, (name,))]
-        return "/".join(dict.fromkeys(map(readings.value_text, own))) == value
+        return "/".join(dict.fromkeys(readings.value_text(each) or "none" for each in own)) == value
 
 
 def run(*arguments, db=None):

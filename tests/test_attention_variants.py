@@ -232,7 +232,10 @@ def test_what_was_tuned_is_of_these_functions():
     declared = {each.name for each in vars(tuned_attention_variants).values() if hasattr(each, "mods")}
     entries = json.loads((FILE.parent / "attention_variants_sm_90.json").read_text(encoding="utf-8"))["entries"]
     assert len(declared) == 12
-    assert {each["kernel"] for each in entries} == declared
+    assert declared == {
+        tuned_attention_variants.causal.name,
+        *(each["kernel"] for each in entries),
+    }  # untuned it is faster
 
 
 # ---- the compiler ----------------------------------------------------------------------------------------------------

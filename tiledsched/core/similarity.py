@@ -17,6 +17,8 @@ from tiledsched.core.schedule import Schedule
 
 SHORT = 64
 """Sizes up to which each stands for itself."""
+FAR = 10.0
+"""The distance from which on the timing features of two problems say that times on one say nothing of the other."""
 MOST_JUDGED = 512
 """Schedules whose time the model estimates for a problem about which nothing was measured."""
 

@@ -55,8 +55,9 @@ class Axes:
 
 
 def cell(problem: Problem, fields: Sequence[str]) -> str:
-    """The values of some fields in one cell: a single value where all are equal, else with slashes between them."""
-    return "/".join(dict.fromkeys(show(getattr(problem, name)) for name in fields))
+    """The values of some fields in one cell: a single value where all are equal, else with slashes between them; an empty word is
+    `none`."""
+    return "/".join(dict.fromkeys(show(getattr(problem, name)) or "none" for name in fields))
 
 
 def axes_of(kernel: KernelClass) -> Axes:

@@ -26,6 +26,7 @@ from tiledsched.core.cost import LAUNCH_US, tensor_rate
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
+from tiledsched.core.similarity import FAR
 from tiledsched.store.manifest import model_file
 from tiledsched.store.records import Entry
 
@@ -146,7 +147,7 @@ class TimedProblems:
     @staticmethod
     def _nearest(values: np.ndarray, apart: np.ndarray) -> np.ndarray:
         """The places of the nearest problems that have a value, the nearest first."""
-        known = np.flatnonzero(~np.isnan(values))
+        known = np.flatnonzero(~np.isnan(values) & (apart < FAR))
         return known[np.argsort(apart[known], kind="stable")[:NEAREST]]
 
     def _interpolated(self, values: np.ndarray, near: np.ndarray, apart: np.ndarray) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.similarity import FAR
 from tiledsched.kernels.product_model import ProductCost, step_cycles, tile_columns
 from tiledsched.kernels.product_schedules import (
     MODELS,
@@ -47,8 +48,6 @@ BLOCK = 128
 """Elements of k, and columns of B, that share a scale where blocks have scales."""
 PROMOTED_K = 128
 """Elements of k after which sums of products are added to float32 ones: four wgmma instructions (QGMMA and FADD in the code)."""
-FAR = 10.0
-"""A distance at which times of rivals say nothing of each other; at 1 they share half of what they have in common."""
 MOST_SUMS = 64 * 128
 """Sums of a group of four warps, beyond which those in float32 and those in the tensor cores together spill registers."""
 SPILLED_SUMS = 2.5
