@@ -140,9 +140,8 @@ def from_foreign(pointer: Array, shape: tuple[Any, ...], strides: tuple[Any, ...
         np.lib.stride_tricks.as_strided(each, sizes, [each.itemsize * step for step in steps])
         for each in (data, writers)
     )
-    return Array(
-        f"{pointer.name} from its first element on", seen, noted, pointer.launch, index_dtype=pointer.index_dtype
-    )
+    name = f"{pointer.name} from its first element on"
+    return Array(name, seen, noted, pointer.launch, index_dtype=pointer.index_dtype)
 
 
 class TiledView(ct.TiledView):

@@ -146,7 +146,7 @@ def expected_offers(problem: Problem, entries: Iterable[Entry], loss: float) -> 
         entries: measured entries of the problem's kind.
         loss: the expected loss of our schedule; 0 where it is not known.
     """
-    near = _raced_near(problem, entries)
+    near = raced_near(problem, entries)
     names = dict.fromkeys(each.name for _, entry in near for each in entry.rivals or ())
     found = (_expected_offer(problem, name, near, loss) for name in names)
     return _fastest_first(each for each in found if each is not None)
@@ -217,7 +217,7 @@ def published_offers(
     kernel, spec, schedule, entry = problem.declaration, arch_spec(arch, device_name), served.schedule, served.entry
     figures = published_figures(kernel.name)
     times = kernel.cost.published(problem, schedule, spec, device_name or spec.device, figures)
-    if not times or _raced_near(problem, alike):
+    if not times or raced_near(problem, alike):
         return ()
     built = 1.0  # how much more the estimate is that knew the machine code
     if entry is not None and entry.model_us and entry.schedule == schedule:
@@ -239,7 +239,7 @@ def published_offers(
     return _fastest_first(offers)
 
 
-def _raced_near(problem: Problem, entries: Iterable[Entry]) -> list[tuple[float, Entry]]:
+def raced_near(problem: Problem, entries: Iterable[Entry]) -> list[tuple[float, Entry]]:
     """The entries on which rivals were timed that say something about a problem, with their distances, the nearest first."""
     distance, kind = problem.declaration.similarity.distance, problem.declaration.similarity.rival_kind
     raced = [

@@ -18,7 +18,15 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.similarity import batch_distance
-from tiledsched.rivals.offers import REACH, Offer, expected_offers, forecast_offers, measured_offers, published_offers
+from tiledsched.rivals.offers import (
+    REACH,
+    Offer,
+    expected_offers,
+    forecast_offers,
+    measured_offers,
+    published_offers,
+    raced_near,
+)
 from tiledsched.serve.arch_table import MEASURED_PROVENANCES, ArchTable
 from tiledsched.serve.transfer import (
     ALTERNATIVES,
@@ -388,8 +396,7 @@ class Rivals(Link):
             return served
         if served.is_own and entry is not None:
             return replace(served, rivals=self._of_own(question, entry, served.provenance == "measured"))
-        kind = problem.declaration.similarity.rival_kind
-        raced = question.nearest(each for each in question.alike if each.rivals and kind(each.problem) == kind(problem))
+        raced = min((apart for apart, _ in raced_near(problem, question.alike)), default=math.inf)
         enough = REACH if table.kernel.timed_with else NEAR_ENOUGH  # on its own problems
         if raced > enough and table.spec and table.timed:
             ours_us = table.modelled_us(problem, served.schedule)

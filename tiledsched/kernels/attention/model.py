@@ -299,9 +299,8 @@ def step_cycles(
         lost += SPLIT_STEP * chains * subtiles
     if schedule["lazy_rescale"]:
         lost += LAZY_STEP * chains
-    by_threads = not schedule["tma_loads"] or (
-        problem.page and not schedule["loop_split"]
-    )  # a masked step reads pages itself
+    # Without a loop of their own for masked steps, all steps have threads read what lies in pages.
+    by_threads = not schedule["tma_loads"] or (problem.page and not schedule["loop_split"])
     if spec.producer_warps and by_threads:
         lost += step_n * (columns_k + columns_v) * problem.key_bytes / COPIED_BYTES_PER_CYCLE
     if problem.kv8 and not problem.q8:

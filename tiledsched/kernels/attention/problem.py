@@ -243,9 +243,8 @@ DERIVED = {
     "q_dtype": lambda p: EIGHT_BITS if p.q8 else p.dtype,
     "element_bytes": lambda p: ITEM_BYTES[p.q_dtype],
     "eight_bits": lambda p: bool(p.kv8),  # whether keys and values have 8 bits
-    "numbers": lambda p: (
-        words_of(p.head_dim, p.value_columns)[0] if p.kv8 and not p.q8 else 1
-    ),  # in an element of k or v
+    # Numbers in an element of k or v.
+    "numbers": lambda p: words_of(p.head_dim, p.value_columns)[0] if p.kv8 and not p.q8 else 1,
     "kv_dtype": lambda p: words_of(p.head_dim, p.value_columns)[1] if p.kv8 and not p.q8 else p.q_dtype,
     "v_layout": lambda p: "column" if p.q8 else "row",
     "key_bytes": lambda p: ITEM_BYTES[EIGHT_BITS if p.kv8 else p.dtype],

@@ -56,9 +56,8 @@ def coordinates(work, work_tiles, heads, batches, const):
     else:
         batch_head = work // work_tiles
         place = work % work_tiles
-    lists_swizzled = (
-        const.BLOCK_ROWS > 0 and const.BLOCK_ORDER == SWIZZLED
-    )  # most masks show the last rows the most keys
+    # Most masks of lists show the last rows the most keys.
+    lists_swizzled = const.BLOCK_ROWS > 0 and const.BLOCK_ORDER == SWIZZLED
     if const.BLOCK_ORDER == REVERSED or (const.BLOCK_ORDER >= HEADS_FASTEST and const.CAUSAL) or lists_swizzled:
         place = work_tiles - 1 - place
     return place, batch_head % heads, batch_head // heads

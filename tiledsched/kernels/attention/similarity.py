@@ -142,7 +142,7 @@ class AttentionSimilarity(Similarity):
                     occupancy=blocks,
                     num_worker_warps=4,
                     loop_split=bool(q.page),
-                    page_lookup="scalar" if q.page in SCALAR_PAGES[:2] else "gather",
+                    page_lookup="scalar" if q.page in (16, 32) else "gather",
                 )
                 for keys, blocks in NARROW_TILES
             )
