@@ -304,7 +304,7 @@ def summarise(runs: Sequence[Run], shape: str, batch: int, device: str) -> list[
     rows = []
     for run in runs:
         # A compiled model is compared with torch's compiled model.
-        base = named.get(f"{BASE}, compiled", eager) if run.method.compiled else eager
+        base = named.get(f"{BASE}-compiled", eager) if run.method.compiled else eager
         times, others = (each.block_ms[1:] or each.block_ms for each in (run, base))
         curve = curves[run.name]
         rows.append(

@@ -46,3 +46,21 @@ def test_the_command_writes_rows_and_losses(quiet, tmp_path, capsys) -> None:
     assert rows.read_text().splitlines()[1].startswith("ours,tiny,1,1,6.")
     assert losses.read_text().startswith("step,ours\n0,6.")
     assert "loss of the first step 6." in capsys.readouterr().out
+
+
+def test_a_compiled_model_is_compared_with_torchs_compiled_model() -> None:
+    times = {"cudnn": [9.0, 4.0], "cudnn-compiled": [9.0, 2.0], "ours": [9.0, 5.0], "ours-compiled": [9.0, 4.0]}
+    runs = [
+        gpt.Run(
+            name=name,
+            method=gpt.METHODS[name],
+            model=torch.nn.Identity(),
+            step=lambda *given: given[0],
+            optimizer=None,
+            losses=[torch.zeros(())],
+            block_ms=block_ms,
+        )
+        for name, block_ms in times.items()
+    ]
+    ratios = {row.method: row.ratio for row in gpt.summarise(runs, "tiny", 2, "cpu")}
+    assert ratios == {"cudnn": 1.0, "cudnn-compiled": 1.0, "ours": 0.8, "ours-compiled": 0.5}
