@@ -10,8 +10,9 @@ r"""The twelve variants of docs/examples/attention_variants.py on a GPU beside t
 `tiledsched.flex`, FlexAttention compiled, FlexAttention on its FLASH backend where that is installed, and for a dense bias also
 torch's `scaled_dot_product_attention`. All are given their masks' blocks, are captured in CUDA graphs, take turns, and are timed
 behind a flush of the L2 cache. An output that differs from ours is reported, and its method left out. Each row is written when
-it was measured; with `--lacking` the rows of the file are kept, and only problems that it lacks are timed. With `--gradients` the
-gradients of q, k and v are computed, too, and the times are those of both passes.
+it was measured; with `--lacking` the rows of the file are kept, and only problems that it lacks are timed. Of a variant such as
+`causal_gradients` the gradients of q, k and v are computed, too, and the times are those of both passes; `--gradients` adds these
+at 4096 keys.
 
 Every method compiles for seconds for each problem. With `--apart`, each variant and width of heads therefore has a process of its
 own: all of them compile at once, and none is timed before; then problem after problem is timed, in the order of the flags, in
@@ -68,6 +69,8 @@ NAMES = (
     "block_sparse",
     "dense_bias",
 )
+GRADIENTS = "_gradients"
+"""The end of a variant's name with which forward and backward are timed together."""
 SMALL_BLOCKS = "block_sparse_64"
 """The pattern of blocks of 64, a quarter of those that kernels skip; with `--variants` only."""
 ODD = ((1, 1), (63, 64), (129, 128), (300, 64), (1000, 128))
@@ -277,9 +280,7 @@ def right(names: Sequence[str], batch: int = 2, heads: int = 4) -> Iterator[dict
             yield {"variant": name, "keys": keys, "width": width, "error": round(relative_error(found, wanted), 6)}
 
 
-def methods_of(
-    name: str, of: Compared, q: Any, k: Any, v: Any, gradients: bool = False, ends: float = math.inf
-) -> dict[str, Callable[[], Any]]:
+def methods_of(name: str, of: Compared, q: Any, k: Any, v: Any, ends: float) -> dict[str, Callable[[], Any]]:
     """Each method's call, or that of its gradients, computed once. One that is not installed, refuses the problem or computes
     something else is left out with a word on stderr; with no time left, all are."""
     import torch
@@ -293,6 +294,7 @@ def methods_of(
     if name == "dense_bias":
         attend, bias = torch.nn.functional.scaled_dot_product_attention, of.arrays[0]
         makers["sdpa"] = lambda: partial(attend, q, k, v, attn_mask=bias)
+    gradients = name.endswith(GRADIENTS)
     above = torch.randn_like(q) if gradients else None
     problem, right = f"{name}, {k.shape[2]} keys, D={k.shape[3]}", None
     found: dict[str, Callable[[], Any]] = {}
@@ -309,7 +311,7 @@ def methods_of(
             right = results if right is None else right
             error = max(map(relative_error, results, right))
             if not error <= (2 if gradients else 1) * LARGEST_ERROR:
-                raise ValueError(f"differs from {next(iter(found))}, by {error:.3g}")
+                raise ValueError(f"differs from {next(iter(found), 'itself')}, by {error:.3g}")
         except Exception as error:
             print(f"{problem}, {method}: {type(error).__name__}: {str(error).strip()[:300]!r}", file=sys.stderr)
             continue
@@ -350,9 +352,7 @@ def medians_us(methods: Mapping[str, Callable[[], Any]], graphs: bool = False) -
     return {method: statistics.median(taken[index]) for index, method in enumerate(methods) if index in taken}
 
 
-def prepared(
-    asked: Iterable[Cell], ends: float, gradients: bool
-) -> Iterator[tuple[Cell, dict[str, Callable[[], Any]]]]:
+def prepared(asked: Iterable[Cell], ends: float) -> Iterator[tuple[Cell, dict[str, Callable[[], Any]]]]:
     """Each problem with the calls of its methods, compiled."""
     import torch
 
@@ -361,12 +361,16 @@ def prepared(
     )
     for cell in asked:
         name, batch, heads, keys, width = cell
-        if time.monotonic() < ends:
-            of = compared(name, batch, heads, keys)
-            q, k, v = (each.requires_grad_(gradients) for each in tensors_of(of, batch, heads, keys, width))
-            methods = methods_of(name, of, q, k, v, gradients, ends)
-            torch.cuda.empty_cache()  # which other processes may need
-            yield cell, methods
+        if time.monotonic() > ends:
+            print(f"no time left for {name}, {keys} keys, D={width}", file=sys.stderr)
+            continue
+        try:
+            of, with_gradients = compared(name.removesuffix(GRADIENTS), batch, heads, keys), name.endswith(GRADIENTS)
+            q, k, v = (each.requires_grad_(with_gradients) for each in tensors_of(of, batch, heads, keys, width))
+            yield cell, methods_of(name, of, q, k, v, ends)
+        except torch.OutOfMemoryError:
+            print(f"{name}, {keys} keys, D={width}: no memory", file=sys.stderr)
+        torch.cuda.empty_cache()  # which other processes may need
 
 
 def timed(cell: Cell, methods: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -386,11 +390,11 @@ def timed(cell: Cell, methods: Mapping[str, Callable[[], Any]]) -> dict[str, Any
     }
 
 
-def answer(asked: Iterable[Cell], ends: float, gradients: bool) -> None:
+def answer(asked: Iterable[Cell], ends: float) -> None:
     """What a process of `--apart` does: prepare, say so, and time the problems whose numbers of keys it is then told."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
-    ready = {cell[3]: (cell, methods) for cell, methods in prepared(asked, ends, gradients) if methods}
+    ready = {cell[3]: (cell, methods) for cell, methods in prepared(asked, ends) if methods}
     print(sorted(ready), file=answers)
     for line in sys.stdin:
         print(json.dumps(timed(*ready[int(line)]) if int(line) in ready else None), file=answers)
@@ -399,14 +403,12 @@ def answer(asked: Iterable[Cell], ends: float, gradients: bool) -> None:
 PROGRAM = (sys.executable, "-m", "docs.studies.flex_variants", "answer")
 
 
-def apart(
-    asked: Sequence[Cell], most_s: float, gradients: bool, program: Sequence[str] = PROGRAM
-) -> Iterator[dict[str, Any]]:
+def apart(asked: Sequence[Cell], most_s: float, program: Sequence[str] = PROGRAM) -> Iterator[dict[str, Any]]:
     """The rows of problems that processes compile, one for each variant and width, and then time in turn."""
     began, sizes = time.monotonic(), defaultdict(list)
     for name, _, _, keys, width in asked:
         sizes[name, width].append(str(keys))
-    more = ["--most-seconds", str(math.ceil(PREPARING * most_s)), *["--gradients"] * gradients]
+    more = ("--most-seconds", str(math.ceil(PREPARING * most_s)))
     workers = {
         key: subprocess.Popen(
             [*program, "--variants", key[0], "--widths", str(key[1]), "--sizes", ",".join(given), *more],
@@ -567,7 +569,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag("what", choices=["right", "times", "builtin", "compiles", "answer"]),
         flag(
             "--variants",
-            type=words((*NAMES, SMALL_BLOCKS)),
+            type=words((*NAMES, SMALL_BLOCKS, *(name + GRADIENTS for name in NAMES))),
             default=list(NAMES),
             help="the variants, with commas between them",
         ),
@@ -581,7 +583,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             default=list(SCHEDULES),
             help="those that `builtin` forces, with commas between them",
         ),
-        flag("--gradients", action="store_true", help="time forward and backward together"),
+        flag(
+            "--gradients", type=words(NAMES), default=[], help="variants of which both passes are timed together, too"
+        ),
         flag("--lacking", action="store_true", help="keep the rows of the file, and time only problems that it lacks"),
         flag("--csv", default="", help="a file for the rows"),
         description=__doc__.partition("\n\n")[0],
@@ -589,23 +593,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     began, known = time.monotonic(), rows_of(options.csv) if options.lacking else []
-    asked = lacking(cells(options.variants, options.sizes, options.widths), known)
+    both = [name + GRADIENTS for name in options.gradients]
+    every = (*cells(both, [4096], options.widths), *cells(options.variants, options.sizes, options.widths))
+    asked = lacking(every, known)
     ends = began + options.most_seconds
     if options.what == "right":
         found = right(options.variants)
     elif options.what == "answer":
-        answer(asked, ends, options.gradients)
+        answer(asked, ends)
         return 0
     elif options.what == "times" and options.apart:
-        found = apart(asked, options.most_seconds, options.gradients)
+        found = apart(asked, options.most_seconds)
     elif options.what == "times":
-        found = (timed(*each) for each in prepared(asked, ends, options.gradients) if each[1])
+        found = (timed(*each) for each in prepared(asked, ends) if each[1])
     elif options.what == "builtin":
         found = builtin(options.sizes, options.widths, options.schedules, options.most_seconds)
     else:
         found = compiles(options.variants)
     rows = collected(found, options.csv, known)
-    print("\n".join(gains(rows) if options.what == "times" else []))
+    if options.what == "times":
+        backward = [row for row in rows if row["variant"].endswith(GRADIENTS)]
+        print("\n".join([*gains([row for row in rows if row not in backward]), *gains(backward)]))
     wrong = [row for row in rows if options.what == "right" and not row["error"] <= LARGEST_ERROR]
     return int(bool(wrong) or not rows)
 
