@@ -19,9 +19,9 @@ own: all of them compile at once, and none is timed before; then problem after p
 the process that compiled it, while the others wait. A kernel that ends its process, as an illegal access of memory does, takes
 with it no problem of another variant.
 
-`builtin` times a causal mask and a causal window as functions, by several
-schedules, beside the same masks built into `tiledsched.sdpa`. `compiles` calls each variant again with other contents of its
-arrays, and times these calls.
+`builtin` times a causal mask and a causal window as functions, by several schedules, beside the same masks built into
+`tiledsched.sdpa`; variants named by `--beside` that read no arrays are timed by these schedules, too. `compiles` calls each
+variant again with other contents of its arrays, and times these calls.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "tall_natural": {**PLAIN, **TALL, "block_order": "natural"},
     "tall_swizzled": {**PLAIN, **TALL, "block_order": "swizzled"},
     "large_swizzled": {**PLAIN, **LARGE, "block_order": "swizzled"},
+    "large_in_registers": {**PLAIN, **LARGE, "block_order": "swizzled", "q_in_registers": True},
+    "large_reversed": {**PLAIN, **LARGE, "block_order": "reversed"},
+    "three_swizzled": {**PLAIN, **SMALL, "tile_n": 64, "occupancy": 3, "latency_k": 2, "block_order": "swizzled"},
 }
 """Schedules by which `builtin` has functions computed: the one that serves, and some that are forced, by tiles and order."""
 PREPARING = 0.7
@@ -453,23 +456,28 @@ def apart(asked: Sequence[Cell], most_s: float, program: Sequence[str] = PROGRAM
 
 
 def builtin(
-    sizes: Sequence[int], widths: Sequence[int], schedules: Sequence[str], most_s: float
+    sizes: Sequence[int], widths: Sequence[int], schedules: Sequence[str], beside: Sequence[str], most_s: float
 ) -> Iterator[dict[str, Any]]:
     """A row for each mask, number of keys and width of heads with the time of the mask built into `sdpa`, and one for each
-    schedule of `flex` with its time, and how many times as long it takes. All of a mask take turns."""
+    schedule of `flex` with its time, and how many times as long it takes. All of a mask take turns. The masks of variants named
+    `beside` are built into nothing."""
     import torch
 
     import tiledsched as ts
 
-    masks = {"causal": (variants.causal, {}), f"window_{WINDOW}": (causal_window(WINDOW), {"window": WINDOW})}
+    masks: dict[str, tuple[Any, Any]] = {
+        "causal": (variants.causal, {}),
+        f"window_{WINDOW}": (causal_window(WINDOW), {"window": WINDOW}),
+    }
     ends = time.monotonic() + most_s
-    for keys, width, (name, (mask, more)) in itertools.product(sizes, widths, masks.items()):
+    for keys, width, name in itertools.product(sizes, widths, (*masks, *beside)):
         q, k, v = tensors_of(Compared(), max(1, TOKENS // keys), HIDDEN // width, keys, width)
+        mask, more = masks.get(name) or (compared(name, q.shape[0], q.shape[1], keys).mask, None)
         blocks, replays, right = ts.block_mask(mask, q, k), {}, None
         of_function = partial(ts.flex, q, k, v, mask_mod=mask, block_mask=blocks)
-        for method in ("builtin", *schedules):
+        for method in schedules if more is None else ("builtin", *schedules):
             knobs = SCHEDULES.get(method, {})
-            call = of_function if method in SCHEDULES else partial(ts.sdpa, q, k, v, is_causal=True, **more)
+            call = of_function if method in SCHEDULES else partial(ts.sdpa, q, k, v, is_causal=True, **(more or {}))
             if time.monotonic() > ends:
                 print(f"no time left for {method} of {name} at {keys} keys", file=sys.stderr)
                 break
@@ -485,7 +493,7 @@ def builtin(
                 continue
             right = found if right is None else right
             if not relative_error(found, right) <= LARGEST_ERROR:
-                raise SystemExit(f"{name}, {keys} keys, D={width}: {method} differs from the built-in mask")
+                raise SystemExit(f"{name}, {keys} keys, D={width}: {method} differs from the first method")
             replays[method] = graph.replay
         us = medians_us(replays, graphs=True)
         for method in us:
@@ -586,6 +594,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag(
             "--gradients", type=words(NAMES), default=[], help="variants of which both passes are timed together, too"
         ),
+        flag("--beside", type=words(NAMES), default=[], help="variants without arrays that `builtin` times as well"),
         flag("--lacking", action="store_true", help="keep the rows of the file, and time only problems that it lacks"),
         flag("--csv", default="", help="a file for the rows"),
         description=__doc__.partition("\n\n")[0],
@@ -607,7 +616,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.what == "times":
         found = (timed(*each) for each in prepared(asked, ends) if each[1])
     elif options.what == "builtin":
-        found = builtin(options.sizes, options.widths, options.schedules, options.most_seconds)
+        found = builtin(options.sizes, options.widths, options.schedules, options.beside, options.most_seconds)
     else:
         found = compiles(options.variants)
     rows = collected(found, options.csv, known)
