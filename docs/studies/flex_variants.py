@@ -465,14 +465,15 @@ def builtin(
 
     import tiledsched as ts
 
-    masks: dict[str, tuple[Any, Any]] = {
+    masks: dict[str, Any] = {
         "causal": (variants.causal, {}),
         f"window_{WINDOW}": (causal_window(WINDOW), {"window": WINDOW}),
     }
     ends = time.monotonic() + most_s
     for keys, width, name in itertools.product(sizes, widths, (*masks, *beside)):
         q, k, v = tensors_of(Compared(), max(1, TOKENS // keys), HIDDEN // width, keys, width)
-        mask, more = masks.get(name) or (compared(name, q.shape[0], q.shape[1], keys).mask, None)
+        mask, more = masks.get(name, (None, None))
+        mask = mask or compared(name, q.shape[0], q.shape[1], keys).mask
         blocks, replays, right = ts.block_mask(mask, q, k), {}, None
         of_function = partial(ts.flex, q, k, v, mask_mod=mask, block_mask=blocks)
         for method in schedules if more is None else ("builtin", *schedules):

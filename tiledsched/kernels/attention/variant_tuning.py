@@ -55,7 +55,7 @@ def adapted(kernel: Any, p: Any, s: Schedule, arch: str) -> Schedule:
     small = blocks == 2 and rows * keys <= 64 * 128
     if kernel.mods[0] is None and not kernel.mod_arrays and p.head_dim > 64:
         small = small or (blocks == 1 and rows == keys == 128)
-    if arch != "sm_90" or p.head_dim > 128 or (small and rows * s["q_subtiles"] <= 128 and not s["qk_ahead"]):
+    if arch != "sm_90" or p.head_dim > 128 or (small and rows * int(s["q_subtiles"]) <= 128 and not s["qk_ahead"]):
         return s
     m, n, warps = (64, 128, 4) if p.head_dim > 64 else (128, 64, 8)
     return s.replace(tile_m=m, tile_n=n, num_worker_warps=warps, **SMALL)
