@@ -468,11 +468,12 @@ def builtin(
     masks: dict[str, Any] = {
         "causal": (variants.causal, {}),
         f"window_{WINDOW}": (causal_window(WINDOW), {"window": WINDOW}),
+        **dict.fromkeys(beside, (None, None)),
     }
     ends = time.monotonic() + most_s
-    for keys, width, name in itertools.product(sizes, widths, (*masks, *beside)):
+    for keys, width, name in itertools.product(sizes, widths, masks):
         q, k, v = tensors_of(Compared(), max(1, TOKENS // keys), HIDDEN // width, keys, width)
-        mask, more = masks.get(name, (None, None))
+        mask, more = masks[name]
         mask = mask or compared(name, q.shape[0], q.shape[1], keys).mask
         blocks, replays, right = ts.block_mask(mask, q, k), {}, None
         of_function = partial(ts.flex, q, k, v, mask_mod=mask, block_mask=blocks)
