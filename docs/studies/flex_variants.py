@@ -475,6 +475,8 @@ def builtin(
         q, k, v = tensors_of(Compared(), max(1, TOKENS // keys), HIDDEN // width, keys, width)
         mask, more = masks[name]
         mask = mask or compared(name, q.shape[0], q.shape[1], keys).mask
+        if mask is None:
+            raise SystemExit(f"{name} hides no keys; name others with --beside")
         blocks, replays, right = ts.block_mask(mask, q, k), {}, None
         of_function = partial(ts.flex, q, k, v, mask_mod=mask, block_mask=blocks)
         for method in schedules if more is None else ("builtin", *schedules):
