@@ -268,9 +268,11 @@ def test_on_hopper_a_winner_of_large_tiles_lends_its_other_knobs_only(head_dim, 
         assert lent(kept, SCORED).schedule == large
 
 
-@pytest.mark.parametrize(("head_dim", "keeps"), [(64, False), (128, True)])
-def test_on_hopper_a_mask_of_places_alone_is_lent_wide_heads_large_tiles(head_dim, keeps) -> None:
-    p = Attention.problem(**SIZES | {"head_dim": head_dim, "causal": True})
+@pytest.mark.parametrize(("head_dim", "keys", "keeps"), [(64, 8192, False), (128, 4096, False), (128, 8192, True)])
+def test_on_hopper_a_mask_of_places_alone_is_lent_large_tiles_for_wide_heads_and_many_keys(
+    head_dim, keys, keeps
+) -> None:
+    p = Attention.problem(**SIZES | {"head_dim": head_dim, "seq_q": keys, "seq_k": keys, "causal": True})
     large = SPACE.default(p).replace(tile_m=128, tile_n=128, num_worker_warps=8, occupancy=1, loop_split=True)
     kept, reading, two = (
         lent(entry(p, schedule=each), kernel).schedule
