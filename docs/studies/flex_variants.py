@@ -20,8 +20,8 @@ the process that compiled it, while the others wait. A kernel that ends its proc
 with it no problem of another variant.
 
 `builtin` times a causal mask and a causal window as functions, by several schedules, beside the same masks built into
-`tiledsched.sdpa`; variants named by `--beside` that read no arrays are timed by these schedules, too. `compiles` calls each
-variant again with other contents of its arrays, and times these calls.
+`tiledsched.sdpa`; or, with `--variants`, others by these schedules. `compiles` calls each variant again with other contents of
+its arrays, and times these calls.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ TOKENS, HIDDEN, NODES = 16384, 2048, 64
 ROUNDS = 11
 WINDOW = 512
 """Keys that a row sees in the causal window beside the built-in one."""
+BUILT_IN = ("causal", f"window_{WINDOW}")
+"""Masks that `tiledsched.sdpa` has, too."""
 SMALL = {"tile_m": 64, "tile_n": 128, "num_worker_warps": 4, "occupancy": 2, "q_subtiles": 1}
 SHARED = SMALL | {"tile_n": 64, "q_subtiles": 2}
 TALL = {"tile_m": 128, "tile_n": 64, "num_worker_warps": 8, "occupancy": 2, "q_subtiles": 1}
@@ -132,6 +134,8 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
 
     if name == "causal":
         return Compared(mask=variants.causal, torch_mask=lambda b, h, q, k: k <= q)
+    if name == BUILT_IN[1]:
+        return Compared(mask=causal_window(WINDOW), torch_mask=lambda b, h, q, k: (k <= q) & (q - k < WINDOW))
     if name == "prefix_lm":
         prefix = drawn(keys // 2 + 1, batch)
         return Compared(
@@ -456,32 +460,25 @@ def apart(asked: Sequence[Cell], most_s: float, program: Sequence[str] = PROGRAM
 
 
 def builtin(
-    sizes: Sequence[int], widths: Sequence[int], schedules: Sequence[str], beside: Sequence[str], most_s: float
+    names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], schedules: Sequence[str], most_s: float
 ) -> Iterator[dict[str, Any]]:
-    """A row for each mask, number of keys and width of heads with the time of the mask built into `sdpa`, and one for each
-    schedule of `flex` with its time, and how many times as long it takes. All of a mask take turns. The masks of variants named
-    `beside` are built into nothing."""
+    """A row for each mask, number of keys and width of heads with the time of the mask built into `sdpa`, where there is one, and
+    one for each schedule of `flex` with its time, and how many times as long it takes. All of a mask take turns."""
     import torch
 
     import tiledsched as ts
 
-    masks: dict[str, Any] = {
-        "causal": (variants.causal, {}),
-        f"window_{WINDOW}": (causal_window(WINDOW), {"window": WINDOW}),
-        **dict.fromkeys(beside, (None, None)),
-    }
+    of_sdpa: dict[str, dict[str, Any]] = {"causal": {}, BUILT_IN[1]: {"window": WINDOW}}
     ends = time.monotonic() + most_s
-    for keys, width, name in itertools.product(sizes, widths, masks):
-        q, k, v = tensors_of(Compared(), max(1, TOKENS // keys), HIDDEN // width, keys, width)
-        mask, more = masks[name]
-        mask = mask or compared(name, q.shape[0], q.shape[1], keys).mask
-        if mask is None:
-            raise SystemExit(f"{name} hides no keys; name others with --beside")
-        blocks, replays, right = ts.block_mask(mask, q, k), {}, None
-        of_function = partial(ts.flex, q, k, v, mask_mod=mask, block_mask=blocks)
-        for method in schedules if more is None else ("builtin", *schedules):
+    for keys, width, name in itertools.product(sizes, widths, names):
+        batch, heads = max(1, TOKENS // keys), HIDDEN // width
+        of = compared(name, batch, heads, keys)
+        q, k, v = tensors_of(of, batch, heads, keys, width)
+        calls, replays, right = dict.fromkeys(schedules, own_call(of, q, k, v)), {}, None
+        if name in of_sdpa:
+            calls = {"builtin": partial(ts.sdpa, q, k, v, is_causal=True, **of_sdpa[name]), **calls}
+        for method, call in calls.items():
             knobs = SCHEDULES.get(method, {})
-            call = of_function if method in SCHEDULES else partial(ts.sdpa, q, k, v, is_causal=True, **(more or {}))
             if time.monotonic() > ends:
                 print(f"no time left for {method} of {name} at {keys} keys", file=sys.stderr)
                 break
@@ -581,9 +578,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag("what", choices=["right", "times", "builtin", "compiles", "answer"]),
         flag(
             "--variants",
-            type=words((*NAMES, SMALL_BLOCKS, *(name + GRADIENTS for name in NAMES))),
-            default=list(NAMES),
-            help="the variants, with commas between them",
+            type=words((*NAMES, SMALL_BLOCKS, BUILT_IN[1], *(name + GRADIENTS for name in NAMES))),
+            help="the variants, with commas between them; unless given all twelve, or for `builtin` those built in",
         ),
         flag("--sizes", type=integers, default=[1024, 4096, 16384, 32768], help="keys of the problems that are timed"),
         flag("--widths", type=integers, default=[64, 128], help="columns of their heads"),
@@ -598,13 +594,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag(
             "--gradients", type=words(NAMES), default=[], help="variants of which both passes are timed together, too"
         ),
-        flag("--beside", type=words(NAMES), default=[], help="variants without arrays that `builtin` times as well"),
         flag("--lacking", action="store_true", help="keep the rows of the file, and time only problems that it lacks"),
         flag("--csv", default="", help="a file for the rows"),
         description=__doc__.partition("\n\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options = parser.parse_args(arguments)
+    options.variants = options.variants or (BUILT_IN if options.what == "builtin" else NAMES)
     began, known = time.monotonic(), rows_of(options.csv) if options.lacking else []
     both = [name + GRADIENTS for name in options.gradients]
     every = (*cells(both, [4096], options.widths), *cells(options.variants, options.sizes, options.widths))
@@ -620,7 +616,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.what == "times":
         found = (timed(*each) for each in prepared(asked, ends) if each[1])
     elif options.what == "builtin":
-        found = builtin(options.sizes, options.widths, options.schedules, options.beside, options.most_seconds)
+        found = builtin(options.variants, options.sizes, options.widths, options.schedules, options.most_seconds)
     else:
         found = compiles(options.variants)
     rows = collected(found, options.csv, known)
