@@ -123,6 +123,13 @@ class Compared:
     """Which of `b` and `h` the mask reads: torch's lists are broadcast over the others, as ours are."""
 
 
+def within(x: Any, low: int, high: int) -> Any:
+    """A number clamped, as torch's FLASH backend takes it, too."""
+    import torch
+
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda", seed: int = 0) -> Compared:
     """A variant for a problem of so many keys; the contents of its arrays follow from the seed."""
     import torch
@@ -167,7 +174,7 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
         return Compared(
             score=variants.t5_bias,
             arrays=(biases,),
-            torch_score=lambda s, b, h, q, k: s + biases[h, (k - q).clamp(-furthest, furthest) + furthest],
+            torch_score=lambda s, b, h, q, k: s + biases[h, within(k - q, -furthest, furthest) + furthest],
         )
     if name == "softcap":
         return Compared(score=variants.softcap(30.0), torch_score=lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0))
@@ -176,8 +183,8 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
         height, radius = max(1, keys // width), min(6, max(0, (min(width, keys // width) - 1) // 2))
 
         def near(b: Any, h: Any, q: Any, k: Any) -> Any:
-            row = (q // width).clamp(radius, height - 1 - radius)
-            column = (q % width).clamp(radius, width - 1 - radius)
+            row = within(q // width, radius, height - 1 - radius)
+            column = within(q % width, radius, width - 1 - radius)
             return ((k // width - row).abs() <= radius) & ((k % width - column).abs() <= radius)
 
         return Compared(mask=variants.neighbourhood_2d(height, width, radius), torch_mask=near)
@@ -203,7 +210,7 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
         ancestors = ancestors.to(device)
 
         def in_path(b: Any, h: Any, q: Any, k: Any) -> Any:
-            return (k < keys - nodes) | ancestors[b, q, (k - (keys - nodes)).clamp(min=0)]
+            return (k < keys - nodes) | ancestors[b, q, within(k - (keys - nodes), 0, nodes)]
 
         return Compared(mask=variants.tree, arrays=(context, ancestors), torch_mask=in_path, rows=nodes, axes="b")
     if name in ("block_sparse", SMALL_BLOCKS):
@@ -221,11 +228,9 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
     assert name == "dense_bias", name
     of = heads if heads * keys * keys < 1 << 31 else 1  # torch's kernel ends with an illegal access beyond
     values = normal(seed, 1, of, keys, keys, device=device)
-    return Compared(
-        score=variants.dense_bias,
-        arrays=(values,),
-        torch_score=lambda s, b, h, q, k: s + values[0, h if of > 1 else 0, q, k],
-    )
+    whole, first = values[0], values[0, 0]  # the FLASH backend takes no number as an index
+    each, one = lambda s, b, h, q, k: s + whole[h, q, k], lambda s, b, h, q, k: s + first[q, k]
+    return Compared(score=variants.dense_bias, arrays=(values,), torch_score=each if of > 1 else one)
 
 
 def causal_window(size: int) -> Callable[..., Any]:
@@ -260,7 +265,7 @@ def torch_call(of: Compared, q: Any, k: Any, v: Any, backend: str = "", compiled
     mask = None
     if of.torch_mask:
         batch, heads = (size if axis in of.axes else 1 for size, axis in zip(q.shape, "bh", strict=False))
-        large = compiled and batch * heads * q.shape[2] * k.shape[2] > 1 << 33  # else all pairs fit into memory
+        large = compiled and batch * heads * q.shape[2] * k.shape[2] > 1 << 31  # else all pairs fit into memory
         make = torch.compile(flex.create_block_mask) if large else flex.create_block_mask
         with Path(tempfile.gettempdir(), "flex_variants.lock").open("w") as lock:  # those of one process at a time
             fcntl.flock(lock, fcntl.LOCK_EX)
