@@ -63,8 +63,13 @@ def together(b, h, q_idx, kv_idx, ids):
     return ct.gather(ids, (b, q_idx)) == ct.gather(ids, (b, kv_idx))
 
 
+def beginning(b, h, q_idx, kv_idx, lengths_of):
+    return kv_idx < ct.gather(lengths_of, b)
+
+
 LISTED, SCORED = flex_attention(mask_mod=seen), flex_attention(score_mod=biased)
 READING = flex_attention(mask_mod=together, arrays={"ids": array("batch seq_k", dtype="int32")})
+PREFIX = flex_attention(mask_mod=beginning, arrays={"lengths_of": array("batch", dtype="int32")})
 
 
 @pytest.fixture
@@ -274,11 +279,12 @@ def test_on_hopper_a_mask_of_places_alone_is_lent_large_tiles_for_wide_heads_and
 ) -> None:
     p = Attention.problem(**SIZES | {"head_dim": head_dim, "seq_q": keys, "seq_k": keys, "causal": True})
     large = SPACE.default(p).replace(tile_m=128, tile_n=128, num_worker_warps=8, occupancy=1, loop_split=True)
-    kept, reading, two = (
+    kept, also_kept, reading, two = (
         lent(entry(p, schedule=each), kernel).schedule
-        for kernel, each in ((LISTED, large), (READING, large), (LISTED, large.replace(q_subtiles=2)))
+        for kernel, each in ((LISTED, large), (PREFIX, large), (READING, large), (LISTED, large.replace(q_subtiles=2)))
     )
     assert (kept == large.replace(block_order="swizzled")) is keeps
+    assert also_kept == kept
     assert (reading["occupancy"], two["occupancy"], two["q_subtiles"]) == (2, 2, 1)
 
 
