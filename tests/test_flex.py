@@ -128,6 +128,11 @@ CASES = {
         {"seq_q": 400, "batch": 5, **GROUP},
         {"block_order": "swizzled", "tile_n": 32, "loop_split": True},
     ),
+    "large": (
+        CAUSAL,
+        {"seq_q": 300, "batch": 3, **GROUP},
+        {"tile_m": 128, "tile_n": 128, "loop_split": True, "q_in_registers": True, "block_order": "swizzled"},
+    ),
     "near": (NEAR, {"seq_q": 300}, {"tile_m": 128, "tile_n": 128, "loop_split": True}),
     "near with sinks": (NEAR, {"seq_q": 300, "sinks": True, "lse": True}, NARROW),
     "two parts": (NEAR, {"seq_q": 64, "head_dim": 96}, SPLIT | {"column_parts": 2, "lazy_rescale": True}),

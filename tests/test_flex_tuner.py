@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import cuda.tile as ct
 import pytest
 from fake_builds import FakeBuilds
 from served_entries import SPACE, SUMMARY, entry
 from store_samples import RIVALS
 
-from tiledsched import flex_attention
+from tiledsched import array, flex_attention
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core import registry
 from tiledsched.core.config import Settings
@@ -58,7 +59,17 @@ def biased(score, b, h, q_idx, kv_idx):
     return score + kv_idx
 
 
+def together(b, h, q_idx, kv_idx, ids):
+    return ct.gather(ids, (b, q_idx)) == ct.gather(ids, (b, kv_idx))
+
+
+def beginning(b, h, q_idx, kv_idx, lengths_of):
+    return kv_idx < ct.gather(lengths_of, b)
+
+
 LISTED, SCORED = flex_attention(mask_mod=seen), flex_attention(score_mod=biased)
+READING = flex_attention(mask_mod=together, arrays={"ids": array("batch seq_k", dtype="int32")})
+PREFIX = flex_attention(mask_mod=beginning, arrays={"lengths_of": array("batch", dtype="int32")})
 
 
 @pytest.fixture
@@ -260,6 +271,21 @@ def test_on_hopper_a_winner_of_large_tiles_lends_its_other_knobs_only(head_dim, 
     assert lent(entry(p, schedule=found.schedule), SCORED).schedule == found.schedule
     for kept in (entry(p, schedule=large, arch="sm_121"), entry(p.replace(head_dim=256), schedule=large)):
         assert lent(kept, SCORED).schedule == large
+
+
+@pytest.mark.parametrize(("head_dim", "keys", "keeps"), [(64, 8192, False), (128, 4096, False), (128, 8192, True)])
+def test_on_hopper_a_mask_of_places_alone_is_lent_large_tiles_for_wide_heads_and_many_keys(
+    head_dim, keys, keeps
+) -> None:
+    p = Attention.problem(**SIZES | {"head_dim": head_dim, "seq_q": keys, "seq_k": keys, "causal": True})
+    large = SPACE.default(p).replace(tile_m=128, tile_n=128, num_worker_warps=8, occupancy=1, loop_split=True)
+    kept, also_kept, reading, two = (
+        lent(entry(p, schedule=each), kernel).schedule
+        for kernel, each in ((LISTED, large), (PREFIX, large), (READING, large), (LISTED, large.replace(q_subtiles=2)))
+    )
+    assert (kept == large.replace(block_order="swizzled")) is keeps
+    assert also_kept == kept
+    assert (reading["occupancy"], two["occupancy"], two["q_subtiles"]) == (2, 2, 1)
 
 
 def test_only_the_kernel_whose_space_it_has_lends_to_a_kernel() -> None:

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 import tiledsched as ts
 from docs.examples import attention_variants as variants
 from docs.studies import flex_variants
+from docs.studies.batch_invariance import normal
 from tiledsched.kernels.attention.variants import list_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -66,6 +67,21 @@ def test_gradients(name, keys):
     for one, wanted in zip(own, exact, strict=True):
         error = (one.grad.double() - wanted.grad).norm()  # of a single key the gradients of q and k are zero
         assert error <= LARGEST_GRADIENT_ERROR * max(wanted.grad.norm(), 1e-3 * above.double().norm())
+
+
+@pytest.mark.parametrize("schedule", ["served", "large_in_registers", "three_swizzled"])
+@pytest.mark.parametrize("name", ["causal", "window_with_global_tokens"])
+def test_masks_of_places_by_several_schedules(name, schedule):
+    for rows, keys in ((129, 129), (1000, 1000), (333, 700), (700, 333)):
+        mask = flex_variants.compared(name, 2, 4, keys).mask
+        q, k, v = (normal(seed, 2, 4, size, 128) for seed, size in enumerate((rows, keys, keys)))
+        i, j = torch.arange(rows, device="cuda")[:, None], torch.arange(keys, device="cuda")
+        size = max(1, keys // 32)
+        seen = j <= i if name == "causal" else ((i - j).abs() <= size) | (i < 16) | (j < 16)
+        scores = (q.double() @ k.double().mT * 128**-0.5).masked_fill(~seen, -torch.inf)
+        with ts.configure(**flex_variants.SCHEDULES[schedule], fallback="error"):
+            found = ts.flex(q, k, v, mask_mod=mask)
+        assert flex_variants.relative_error(found, scores.softmax(-1) @ v.double()) <= flex_variants.LARGEST_ERROR
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])

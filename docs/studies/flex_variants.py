@@ -1,7 +1,7 @@
 r"""The twelve variants of docs/examples/attention_variants.py on a GPU beside torch's FlexAttention: errors, times and compiles.
 
     python -m docs.studies.flex_variants right
-    python -m docs.studies.flex_variants times --sizes 1024,4096,16384 --widths 64,128 --compilers 12 --csv times.csv
+    python -m docs.studies.flex_variants times --apart --most-seconds 240 --csv times.csv
     python -m docs.studies.flex_variants times --sizes 1024,16384,32768 --most-seconds 120 --csv times.csv --lacking
     python -m docs.studies.flex_variants builtin --sizes 4096 --csv builtin.csv
     python -m docs.studies.flex_variants compiles
@@ -9,12 +9,19 @@ r"""The twelve variants of docs/examples/attention_variants.py on a GPU beside t
 `right` compares outputs at odd sizes with torch's FlexAttention, which is not compiled and computes in float64. `times` times
 `tiledsched.flex`, FlexAttention compiled, FlexAttention on its FLASH backend where that is installed, and for a dense bias also
 torch's `scaled_dot_product_attention`. All are given their masks' blocks, are captured in CUDA graphs, take turns, and are timed
-behind a flush of the L2 cache. With `--compilers`, so many processes first fill the caches on disk (`compile`), because
-one alone takes about ten seconds for each problem. Each row is written when it was measured; with `--lacking` the rows of
-the file are kept, and only problems that it lacks are timed. With `--gradients` the gradients of q, k and v are computed,
-too, and the times are those of both passes. `builtin` times a causal mask and a causal window as functions, by several
-schedules, beside the same masks built into `tiledsched.sdpa`. `compiles` calls each variant again with other contents of its
-arrays, and times these calls.
+behind a flush of the L2 cache. An output that differs from ours is reported, and its method left out. Each row is written when
+it was measured; with `--lacking` the rows of the file are kept, and only problems that it lacks are timed. Of a variant such as
+`causal_gradients` the gradients of q, k and v are computed, too, and the times are those of both passes; `--gradients` adds these
+at 4096 keys.
+
+Every method compiles for seconds for each problem. With `--apart`, each variant and width of heads therefore has a process of its
+own: all of them compile at once, and none is timed before; then problem after problem is timed, in the order of the flags, in
+the process that compiled it, while the others wait. A kernel that ends its process, as an illegal access of memory does, takes
+with it no problem of another variant.
+
+`builtin` times a causal mask and a causal window as functions, by several schedules, beside the same masks built into
+`tiledsched.sdpa`; or, with `--variants`, others by these schedules. `compiles` calls each variant again with other contents of
+its arrays, and times these calls.
 """
 
 from __future__ import annotations
@@ -22,16 +29,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import fcntl
 import importlib.util
 import itertools
+import json
 import math
+import os
+import select
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +69,8 @@ NAMES = (
     "block_sparse",
     "dense_bias",
 )
+GRADIENTS = "_gradients"
+"""The end of a variant's name with which forward and backward are timed together."""
 SMALL_BLOCKS = "block_sparse_64"
 """The pattern of blocks of 64, a quarter of those that kernels skip; with `--variants` only."""
 ODD = ((1, 1), (63, 64), (129, 128), (300, 64), (1000, 128))
@@ -66,6 +80,8 @@ TOKENS, HIDDEN, NODES = 16384, 2048, 64
 ROUNDS = 11
 WINDOW = 512
 """Keys that a row sees in the causal window beside the built-in one."""
+BUILT_IN = ("causal", f"window_{WINDOW}")
+"""Masks that `tiledsched.sdpa` has, too."""
 SMALL = {"tile_m": 64, "tile_n": 128, "num_worker_warps": 4, "occupancy": 2, "q_subtiles": 1}
 SHARED = SMALL | {"tile_n": 64, "q_subtiles": 2}
 TALL = {"tile_m": 128, "tile_n": 64, "num_worker_warps": 8, "occupancy": 2, "q_subtiles": 1}
@@ -81,10 +97,15 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "tall_natural": {**PLAIN, **TALL, "block_order": "natural"},
     "tall_swizzled": {**PLAIN, **TALL, "block_order": "swizzled"},
     "large_swizzled": {**PLAIN, **LARGE, "block_order": "swizzled"},
+    "large_in_registers": {**PLAIN, **LARGE, "block_order": "swizzled", "q_in_registers": True},
+    "large_reversed": {**PLAIN, **LARGE, "block_order": "reversed"},
+    "three_swizzled": {**PLAIN, **SMALL, "tile_n": 64, "occupancy": 3, "latency_k": 2, "block_order": "swizzled"},
 }
 """Schedules by which `builtin` has functions computed: the one that serves, and some that are forced, by tiles and order."""
+PREPARING = 0.7
+"""The share of the time within which processes of `--apart` compile; what is not ready then is left out."""
 LARGEST_ERROR = 2e-2
-"""Largest relative error, by Frobenius norm, of an output in bfloat16."""
+"""Largest relative error, by Frobenius norm, of an output in bfloat16; gradients of two methods may differ by twice as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +119,15 @@ class Compared:
     torch_mask: Callable[..., Any] | None = None
     rows: int = 0
     """Query rows where these are not as many as keys."""
+    axes: str = ""
+    """Which of `b` and `h` the mask reads: torch's lists are broadcast over the others, as ours are."""
+
+
+def within(x: Any, low: int, high: int) -> Any:
+    """A number clamped, as torch's FLASH backend takes it, too."""
+    import torch
+
+    return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
 def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda", seed: int = 0) -> Compared:
@@ -111,10 +141,15 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
 
     if name == "causal":
         return Compared(mask=variants.causal, torch_mask=lambda b, h, q, k: k <= q)
+    if name == BUILT_IN[1]:
+        return Compared(mask=causal_window(WINDOW), torch_mask=lambda b, h, q, k: (k <= q) & (q - k < WINDOW))
     if name == "prefix_lm":
         prefix = drawn(keys // 2 + 1, batch)
         return Compared(
-            mask=variants.prefix_lm, arrays=(prefix,), torch_mask=lambda b, h, q, k: (k <= q) | (k < prefix[b])
+            mask=variants.prefix_lm,
+            arrays=(prefix,),
+            torch_mask=lambda b, h, q, k: (k <= q) | (k < prefix[b]),
+            axes="b",
         )
     if name == "window_with_global_tokens":
         size, tokens = max(1, keys // 32), 16
@@ -125,7 +160,7 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
     if name == "same_document":
         ids = drawn(max(1, keys // 512), batch, keys).sort(dim=1).values
         return Compared(
-            mask=variants.same_document, arrays=(ids,), torch_mask=lambda b, h, q, k: ids[b, q] == ids[b, k]
+            mask=variants.same_document, arrays=(ids,), torch_mask=lambda b, h, q, k: ids[b, q] == ids[b, k], axes="b"
         )
     if name == "alibi":
         slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
@@ -139,7 +174,7 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
         return Compared(
             score=variants.t5_bias,
             arrays=(biases,),
-            torch_score=lambda s, b, h, q, k: s + biases[h, (k - q).clamp(-furthest, furthest) + furthest],
+            torch_score=lambda s, b, h, q, k: s + biases[h, within(k - q, -furthest, furthest) + furthest],
         )
     if name == "softcap":
         return Compared(score=variants.softcap(30.0), torch_score=lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0))
@@ -148,8 +183,8 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
         height, radius = max(1, keys // width), min(6, max(0, (min(width, keys // width) - 1) // 2))
 
         def near(b: Any, h: Any, q: Any, k: Any) -> Any:
-            row = (q // width).clamp(radius, height - 1 - radius)
-            column = (q % width).clamp(radius, width - 1 - radius)
+            row = within(q // width, radius, height - 1 - radius)
+            column = within(q % width, radius, width - 1 - radius)
             return ((k // width - row).abs() <= radius) & ((k % width - column).abs() <= radius)
 
         return Compared(mask=variants.neighbourhood_2d(height, width, radius), torch_mask=near)
@@ -175,9 +210,9 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
         ancestors = ancestors.to(device)
 
         def in_path(b: Any, h: Any, q: Any, k: Any) -> Any:
-            return (k < keys - nodes) | ancestors[b, q, (k - (keys - nodes)).clamp(min=0)]
+            return (k < keys - nodes) | ancestors[b, q, within(k - (keys - nodes), 0, nodes)]
 
-        return Compared(mask=variants.tree, arrays=(context, ancestors), torch_mask=in_path, rows=nodes)
+        return Compared(mask=variants.tree, arrays=(context, ancestors), torch_mask=in_path, rows=nodes, axes="b")
     if name in ("block_sparse", SMALL_BLOCKS):
         side = 64 if name == SMALL_BLOCKS else 128
         blocks = -(-keys // side)
@@ -188,12 +223,14 @@ def compared(name: str, batch: int, heads: int, keys: int, device: str = "cuda",
             mask=variants.block_sparse(side),
             arrays=(pattern,),
             torch_mask=lambda b, h, q, k: pattern[h, q // side, k // side],
+            axes="h",
         )
     assert name == "dense_bias", name
-    values = torch.randn(1, heads, keys, keys, generator=chance).to(device).bfloat16()
-    return Compared(
-        score=variants.dense_bias, arrays=(values,), torch_score=lambda s, b, h, q, k: s + values[0, h, q, k]
-    )
+    of = heads if heads * keys * keys < 1 << 31 else 1  # torch's kernel ends with an illegal access beyond
+    values = normal(seed, 1, of, keys, keys, device=device)
+    whole, first = values[0], values[0, 0]  # the FLASH backend takes no number as an index
+    each, one = lambda s, b, h, q, k: s + whole[h, q, k], lambda s, b, h, q, k: s + first[q, k]
+    return Compared(score=variants.dense_bias, arrays=(values,), torch_score=each if of > 1 else one)
 
 
 def causal_window(size: int) -> Callable[..., Any]:
@@ -227,9 +264,13 @@ def torch_call(of: Compared, q: Any, k: Any, v: Any, backend: str = "", compiled
 
     mask = None
     if of.torch_mask:
-        large = compiled and q.shape[2] > 16384  # else all pairs fit into memory
+        batch, heads = (size if axis in of.axes else 1 for size, axis in zip(q.shape, "bh", strict=False))
+        large = compiled and batch * heads * q.shape[2] * k.shape[2] > 1 << 31  # else all pairs fit into memory
         make = torch.compile(flex.create_block_mask) if large else flex.create_block_mask
-        mask = make(of.torch_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device)
+        with Path(tempfile.gettempdir(), "flex_variants.lock").open("w") as lock:  # those of one process at a time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            mask = make(of.torch_mask, batch, heads, q.shape[2], k.shape[2], device=q.device)
+            torch.cuda.empty_cache()
     attend = torch.compile(flex.flex_attention, dynamic=False) if compiled else flex.flex_attention
     more = {"kernel_options": {"BACKEND": backend}} if backend else {}
     return partial(attend, q, k, v, score_mod=of.torch_score, block_mask=mask, **more)
@@ -251,8 +292,9 @@ def right(names: Sequence[str], batch: int = 2, heads: int = 4) -> Iterator[dict
             yield {"variant": name, "keys": keys, "width": width, "error": round(relative_error(found, wanted), 6)}
 
 
-def methods_of(name: str, of: Compared, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
-    """Each method's call; one that is not installed, or refuses the problem, is left out with a word on stderr."""
+def methods_of(name: str, of: Compared, q: Any, k: Any, v: Any, ends: float) -> dict[str, Callable[[], Any]]:
+    """Each method's call, or that of its gradients, computed once. One that is not installed, refuses the problem or computes
+    something else is left out with a word on stderr; with no time left, all are."""
     import torch
 
     makers: dict[str, Callable[[], Callable[[], Any]]] = {
@@ -262,49 +304,41 @@ def methods_of(name: str, of: Compared, q: Any, k: Any, v: Any) -> dict[str, Cal
     if importlib.util.find_spec("flash_attn"):
         makers["flash"] = lambda: torch_call(of, q, k, v, "FLASH")
     if name == "dense_bias":
-        attend = torch.nn.functional.scaled_dot_product_attention
-        makers["sdpa"] = lambda: partial(attend, q, k, v, attn_mask=of.arrays[0])
-    found = {}
+        attend, bias = torch.nn.functional.scaled_dot_product_attention, of.arrays[0]
+        makers["sdpa"] = lambda: partial(attend, q, k, v, attn_mask=bias)
+    gradients = name.endswith(GRADIENTS)
+    above = torch.randn_like(q) if gradients else None
+    problem, right = f"{name}, {k.shape[2]} keys, D={k.shape[3]}", None
+    found: dict[str, Callable[[], Any]] = {}
     for method, make in makers.items():
+        if time.monotonic() > ends:
+            print(f"{problem}: no time left to compile {method}", file=sys.stderr)
+            return {}
         try:
             call = make()
-            call()
+            if gradients:
+                call = partial(with_gradients, call, (q, k, v), above)
+            results = call() if gradients else (call(),)
             torch.cuda.synchronize()
+            right = results if right is None else right
+            error = max(map(relative_error, results, right))
+            if not error <= (2 if gradients else 1) * LARGEST_ERROR:
+                raise ValueError(f"differs from {next(iter(found), 'itself')}, by {error:.3g}")
         except Exception as error:
-            print(f"{name}, {method}: {type(error).__name__}: {str(error).splitlines()[0][:120]}", file=sys.stderr)
+            print(f"{problem}, {method}: {type(error).__name__}: {str(error).strip()[:300]!r}", file=sys.stderr)
             continue
         found[method] = call
     return found
 
 
-def cells(
-    names: Sequence[str], sizes: Sequence[int], widths: Sequence[int]
-) -> Iterator[tuple[str, int, int, int, int]]:
-    """The problems that are timed: variant, batch, heads, keys and width of heads."""
+Cell = tuple[str, int, int, int, int]
+"""A problem: variant, batch, heads, keys and width of heads."""
+
+
+def cells(names: Sequence[str], sizes: Sequence[int], widths: Sequence[int]) -> Iterator[Cell]:
+    """The problems that are timed."""
     for keys, width, name in itertools.product(sizes, widths, names):
-        batch, heads = max(1, TOKENS // keys), HIDDEN // width
-        if (
-            name != "dense_bias" or heads * keys * keys < 1 << 31
-        ):  # a larger one ends torch's kernel with an illegal access
-            yield name, batch, heads, keys, width
-
-
-def fill_caches(asked: Sequence[tuple[str, int, int, int, int]], processes: int, most_s: float) -> None:
-    """Compile every method of these problems in so many processes."""
-
-    def compile_one(cell: tuple[str, int, int, int, int]) -> None:
-        name, _, _, keys, width = cell
-        options = ("--variants", name, "--sizes", str(keys), "--widths", str(width))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                [sys.executable, "-m", "docs.studies.flex_variants", "compile", *options],
-                stdout=subprocess.DEVNULL,
-                timeout=max(0.1, ends - time.monotonic()),
-            )
-
-    ends = time.monotonic() + most_s
-    with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(compile_one, asked))
+        yield name, max(1, TOKENS // keys), HIDDEN // width, keys, width
 
 
 def with_gradients(call: Callable[[], Any], tensors: Sequence[Any], above: Any) -> Any:
@@ -330,61 +364,126 @@ def medians_us(methods: Mapping[str, Callable[[], Any]], graphs: bool = False) -
     return {method: statistics.median(taken[index]) for index, method in enumerate(methods) if index in taken}
 
 
-def times(
-    asked: Sequence[tuple[str, int, int, int, int]], most_s: float, gradients: bool = False
-) -> Iterator[dict[str, Any]]:
-    """A row for each variant, number of keys and width of heads: each method's time in microseconds, and what ours gains."""
+def prepared(asked: Iterable[Cell], ends: float) -> Iterator[tuple[Cell, dict[str, Callable[[], Any]]]]:
+    """Each problem with the calls of its methods, compiled."""
     import torch
 
-    ends = time.monotonic() + most_s
-    for name, batch, heads, keys, width in asked:
+    torch._dynamo.config.recompile_limit = (
+        1000  # else torch gives up on a function that it has compiled for eight problems
+    )
+    for cell in asked:
+        name, batch, heads, keys, width = cell
         if time.monotonic() > ends:
-            print(f"no time left for {name} and what follows at {keys} keys", file=sys.stderr)
-            return
-        torch.compiler.reset()  # else torch gives up on a function that it has compiled for eight problems
-        of = compared(name, batch, heads, keys)
-        tensors = tensors_of(of, batch, heads, keys, width)
-        if gradients:
-            above = torch.randn_like(tensors[0])
-            for each in tensors:
-                each.requires_grad_()
-        methods = methods_of(name, of, *tensors)
-        if gradients:
-            methods = {method: partial(with_gradients, call, tensors, above) for method, call in methods.items()}
-        us = medians_us(methods)
-        if len(us) < max(1, len(methods)):
-            print(f"{name}, {keys} keys: not captured", file=sys.stderr)
+            print(f"no time left for {name}, {keys} keys, D={width}", file=sys.stderr)
             continue
-        yield {
-            "variant": name,
-            "keys": keys,
-            "width": width,
-            **{f"{each}_us": round(us[each], 2) if each in us else "" for each in METHODS},
-            **{
-                f"over_{each}": round(us[each] / us["tiledsched"], 4) if each in us and "tiledsched" in us else ""
-                for each in METHODS[1:]
-            },
-        }
+        try:
+            of, with_gradients = compared(name.removesuffix(GRADIENTS), batch, heads, keys), name.endswith(GRADIENTS)
+            q, k, v = (each.requires_grad_(with_gradients) for each in tensors_of(of, batch, heads, keys, width))
+            yield cell, methods_of(name, of, q, k, v, ends)
+        except torch.OutOfMemoryError:
+            print(f"{name}, {keys} keys, D={width}: no memory", file=sys.stderr)
+        torch.cuda.empty_cache()  # which other processes may need
+
+
+def timed(cell: Cell, methods: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """The row of a problem: each method's time in microseconds, and what ours gains."""
+    us = medians_us(methods)
+    for method in methods.keys() - us:
+        print(f"{cell[0]}, {cell[3]} keys, {method}: not captured", file=sys.stderr)
+    return {
+        "variant": cell[0],
+        "keys": cell[3],
+        "width": cell[4],
+        **{f"{each}_us": round(us[each], 2) if each in us else "" for each in METHODS},
+        **{
+            f"over_{each}": round(us[each] / us["tiledsched"], 4) if each in us and "tiledsched" in us else ""
+            for each in METHODS[1:]
+        },
+    }
+
+
+def answer(asked: Iterable[Cell], ends: float) -> None:
+    """What a process of `--apart` does: prepare, say so, and time the problems whose numbers of keys it is then told."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    ready = {cell[3]: (cell, methods) for cell, methods in prepared(asked, ends) if methods}
+    print(sorted(ready), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(timed(*ready[int(line)]) if int(line) in ready else None), file=answers)
+
+
+PROGRAM = (sys.executable, "-m", "docs.studies.flex_variants", "answer")
+
+
+def apart(asked: Sequence[Cell], most_s: float, program: Sequence[str] = PROGRAM) -> Iterator[dict[str, Any]]:
+    """The rows of problems that processes compile, one for each variant and width, and then time in turn."""
+    began, sizes = time.monotonic(), defaultdict(list)
+    for name, _, _, keys, width in asked:
+        sizes[name, width].append(str(keys))
+    more = ("--most-seconds", str(math.ceil(PREPARING * most_s)))
+    workers = {
+        key: subprocess.Popen(
+            [*program, "--variants", key[0], "--widths", str(key[1]), "--sizes", ",".join(given), *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for key, given in sizes.items()
+    }
+
+    def end(key: tuple[str, int]) -> None:
+        worker = workers.pop(key)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.communicate()
+
+    def read(key: tuple[str, int], until: float) -> Any:
+        """A process's next answer; where it gives none until then, None, and the process is ended."""
+        answers = workers[key].stdout
+        assert answers
+        in_time, _, _ = select.select([answers], [], [], max(0.0, began + until - time.monotonic()))
+        line = answers.readline() if in_time else ""
+        if not line:
+            print(f"{key}: {'ended' if in_time else f'no answer by {until:.0f} s'}", file=sys.stderr)
+            end(key)
+        return json.loads(line or "null")
+
+    try:
+        for key in sizes:
+            read(key, (1 + PREPARING) / 2 * most_s)
+        print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        for name, _, _, keys, width in asked:
+            if (name, width) in workers:
+                print(keys, file=workers[name, width].stdin, flush=True)
+                row = read((name, width), most_s)
+                if row:
+                    yield row
+    finally:
+        for key in list(workers):
+            end(key)
 
 
 def builtin(
-    sizes: Sequence[int], widths: Sequence[int], schedules: Sequence[str], most_s: float
+    names: Sequence[str], sizes: Sequence[int], widths: Sequence[int], schedules: Sequence[str], most_s: float
 ) -> Iterator[dict[str, Any]]:
-    """A row for each mask, number of keys and width of heads with the time of the mask built into `sdpa`, and one for each
-    schedule of `flex` with its time, and how many times as long it takes. All of a mask take turns."""
+    """A row for each mask, number of keys and width of heads with the time of the mask built into `sdpa`, where there is one, and
+    one for each schedule of `flex` with its time, and how many times as long it takes. All of a mask take turns."""
     import torch
 
     import tiledsched as ts
 
-    masks = {"causal": (variants.causal, {}), f"window_{WINDOW}": (causal_window(WINDOW), {"window": WINDOW})}
+    of_sdpa: dict[str, dict[str, Any]] = {"causal": {}, BUILT_IN[1]: {"window": WINDOW}}
     ends = time.monotonic() + most_s
-    for keys, width, (name, (mask, more)) in itertools.product(sizes, widths, masks.items()):
-        q, k, v = tensors_of(Compared(), max(1, TOKENS // keys), HIDDEN // width, keys, width)
-        blocks, replays, right = ts.block_mask(mask, q, k), {}, None
-        of_function = partial(ts.flex, q, k, v, mask_mod=mask, block_mask=blocks)
-        for method in ("builtin", *schedules):
+    for keys, width, name in itertools.product(sizes, widths, names):
+        batch, heads = max(1, TOKENS // keys), HIDDEN // width
+        of = compared(name, batch, heads, keys)
+        q, k, v = tensors_of(of, batch, heads, keys, width)
+        calls, replays, right = dict.fromkeys(schedules, own_call(of, q, k, v)), {}, None
+        if name in of_sdpa:
+            calls = {"builtin": partial(ts.sdpa, q, k, v, is_causal=True, **of_sdpa[name]), **calls}
+        for method, call in calls.items():
             knobs = SCHEDULES.get(method, {})
-            call = of_function if method in SCHEDULES else partial(ts.sdpa, q, k, v, is_causal=True, **more)
             if time.monotonic() > ends:
                 print(f"no time left for {method} of {name} at {keys} keys", file=sys.stderr)
                 break
@@ -400,7 +499,7 @@ def builtin(
                 continue
             right = found if right is None else right
             if not relative_error(found, right) <= LARGEST_ERROR:
-                raise SystemExit(f"{name}, {keys} keys, D={width}: {method} differs from the built-in mask")
+                raise SystemExit(f"{name}, {keys} keys, D={width}: {method} differs from the first method")
             replays[method] = graph.replay
         us = medians_us(replays, graphs=True)
         for method in us:
@@ -460,9 +559,7 @@ def rows_of(path: str) -> list[dict[str, Any]]:
         return list(csv.DictReader(file))
 
 
-def lacking(
-    asked: Iterable[tuple[str, int, int, int, int]], rows: Sequence[dict[str, Any]]
-) -> list[tuple[str, int, int, int, int]]:
+def lacking(asked: Iterable[Cell], rows: Sequence[dict[str, Any]]) -> list[Cell]:
     """Those of the problems that no row is of."""
     known = {(row["variant"], int(row["keys"]), int(row["width"])) for row in rows}
     return [cell for cell in asked if (cell[0], *cell[3:]) not in known]
@@ -483,51 +580,54 @@ def collected(found: Iterable[dict[str, Any]], path: str, known: Sequence[dict[s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, time or count; 1 if an output is wrong."""
     parser = parser_with(
-        flag("what", choices=["right", "times", "builtin", "compile", "compiles"]),
+        flag("what", choices=["right", "times", "builtin", "compiles", "answer"]),
         flag(
             "--variants",
-            type=words((*NAMES, SMALL_BLOCKS)),
-            default=list(NAMES),
-            help="the variants, with commas between them",
+            type=words((*NAMES, SMALL_BLOCKS, BUILT_IN[1], *(name + GRADIENTS for name in NAMES))),
+            help="the variants, with commas between them; unless given all twelve, or for `builtin` those built in",
         ),
         flag("--sizes", type=integers, default=[1024, 4096, 16384, 32768], help="keys of the problems that are timed"),
         flag("--widths", type=integers, default=[64, 128], help="columns of their heads"),
         flag("--most-seconds", type=positive, default=3600, help="seconds after which nothing more is timed"),
-        flag("--compilers", type=int, default=0, help="processes that compile before anything is timed"),
+        flag("--apart", action="store_true", help="a process for each variant and width compiles ahead"),
         flag(
             "--schedules",
             type=words(tuple(SCHEDULES)),
             default=list(SCHEDULES),
             help="those that `builtin` forces, with commas between them",
         ),
-        flag("--gradients", action="store_true", help="time forward and backward together"),
+        flag(
+            "--gradients", type=words(NAMES), default=[], help="variants of which both passes are timed together, too"
+        ),
         flag("--lacking", action="store_true", help="keep the rows of the file, and time only problems that it lacks"),
         flag("--csv", default="", help="a file for the rows"),
         description=__doc__.partition("\n\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options = parser.parse_args(arguments)
+    options.variants = options.variants or (BUILT_IN if options.what == "builtin" else NAMES)
     began, known = time.monotonic(), rows_of(options.csv) if options.lacking else []
-    asked = lacking(cells(options.variants, options.sizes, options.widths), known)
-    left_s = lambda: options.most_seconds + began - time.monotonic()  # noqa: E731
+    both = [name + GRADIENTS for name in options.gradients]
+    every = (*cells(both, [4096], options.widths), *cells(options.variants, options.sizes, options.widths))
+    asked = lacking(every, known)
+    ends = began + options.most_seconds
     if options.what == "right":
         found = right(options.variants)
-    elif options.what == "compile":
-        for name, batch, heads, keys, width in asked:
-            of = compared(name, batch, heads, keys)
-            methods_of(name, of, *tensors_of(of, batch, heads, keys, width))
+    elif options.what == "answer":
+        answer(asked, ends)
         return 0
+    elif options.what == "times" and options.apart:
+        found = apart(asked, options.most_seconds)
     elif options.what == "times":
-        if options.compilers:
-            fill_caches(asked, options.compilers, options.most_seconds / 2)
-            print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
-        found = times(asked, left_s(), options.gradients)
+        found = (timed(*each) for each in prepared(asked, ends) if each[1])
     elif options.what == "builtin":
-        found = builtin(options.sizes, options.widths, options.schedules, options.most_seconds)
+        found = builtin(options.variants, options.sizes, options.widths, options.schedules, options.most_seconds)
     else:
         found = compiles(options.variants)
     rows = collected(found, options.csv, known)
-    print("\n".join(gains(rows) if options.what == "times" else []))
+    if options.what == "times":
+        backward = [row for row in rows if row["variant"].endswith(GRADIENTS)]
+        print("\n".join([*gains([row for row in rows if row not in backward]), *gains(backward)]))
     wrong = [row for row in rows if options.what == "right" and not row["error"] <= LARGEST_ERROR]
     return int(bool(wrong) or not rows)
 

@@ -161,11 +161,8 @@ def flex(
             if type(each) is not Tensor or each.is_nested:
                 break
         else:
-            of_mask: Any = None
-            if block_mask is not None:
-                of_mask = block_mask.key
-            elif mask_mod is not None:  # its lists are those of a stream
-                of_mask = _stream_of(q)
+            # Lists that are found here are those of a stream.
+            of_mask: Any = block_mask.key if block_mask is not None else None if mask_mod is None else _stream_of(q)
             given = (q, k, v, *arrays)
             ready = hot.find_ready(given, (id(score_mod), id(mask_mod), of_mask, len(arrays), scale, return_lse))
             if ready is not None:

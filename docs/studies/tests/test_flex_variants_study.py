@@ -56,3 +56,38 @@ def test_schedules_beside_built_in_masks_work(name, width) -> None:
     p = kernel.problem(batch=4, heads=2048 // width, kv_heads=2048 // width, seq_q=4096, seq_k=4096, head_dim=width)
     space = space_for("sm_90", kernel)
     assert space.unworkable(space.default(p).replace(**study.SCHEDULES[name]), p) == []
+
+
+WORKER = """
+import json, sys, time
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if words["--variants"] == "softcap":
+    time.sleep(60)
+print([], flush=True)
+for line in sys.stdin:
+    if words["--variants"] == "tree":
+        sys.exit(1)
+    keys = int(line)
+    print(json.dumps({"variant": words["--variants"], "keys": keys, "width": int(words["--widths"])} if keys < 4096 else None), flush=True)
+"""
+
+
+def test_what_ends_or_delays_one_process_takes_no_other_variant_with_it(tmp_path, capfd) -> None:
+    program = tmp_path / "worker.py"
+    program.write_text(WORKER)
+    asked = list(study.cells(["causal", "tree", "softcap", "alibi"], [1024, 2048, 4096], [64]))
+    rows = list(study.apart(asked, 6.0, (study.sys.executable, str(program))))
+    assert [(row["variant"], row["keys"]) for row in rows] == [
+        ("causal", 1024),
+        ("alibi", 1024),
+        ("causal", 2048),
+        ("alibi", 2048),
+    ]
+    said = capfd.readouterr().err
+    assert "('tree', 64): ended" in said
+    assert "('softcap', 64): no answer by 5 s" in said
+
+
+def test_a_bias_that_torch_cannot_address_is_one_for_all_heads() -> None:
+    assert study.compared("dense_bias", 1, 2, 64, device="cpu").arrays[0].shape == (1, 2, 64, 64)
+    assert study.compared("dense_bias", 1, 1 << 17, 128, device="cpu").arrays[0].shape == (1, 1, 128, 128)

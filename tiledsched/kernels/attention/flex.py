@@ -31,10 +31,8 @@ def flex_attention(arrays: Arrays) -> Call:
     given, (q, k, v) = arrays.by_name, arrays.tensors[:3]
     sinks, starts, lengths = given.get("Sinks"), given.get("Starts"), given.get("Lengths")
     seen = None
-    if p.packed:
-        seen = documents(p, given["CuQ"], given["CuK"])
-    elif p.causal or p.starts or p.lengths:
-        seen = mask_of(p, starts, lengths)
+    if p.packed or p.causal or p.starts or p.lengths:
+        seen = mask_of(p, starts, lengths, p.packed and documents(p, given["CuQ"], given["CuK"]))
     each_batch = p.batch if p.starts or p.lengths else None
     more: dict[str, Any] = {
         "block_mask": seen and flex.create_block_mask(seen, each_batch, None, p.seq_q, p.seq_k, device=q.device),
@@ -66,16 +64,16 @@ def cap_scores(score: Any, batch: Any, head: Any, row: Any, key: Any) -> Any:
     return DEFAULT_CAP * torch.tanh(score / DEFAULT_CAP)
 
 
-def mask_of(p: Problem, starts: Any, lengths: Any) -> Any:
-    """Flex attention's mask function: whether a row sees a key."""
+def mask_of(p: Problem, starts: Any, lengths: Any, packed: Any = None) -> Any:
+    """Flex attention's mask function: whether a row sees a key. `packed` is what :func:`documents` returns."""
     offset = p.seq_k - p.seq_q if p.alignment == "bottom_right" else 0
 
     def seen(batch: Any, head: Any, row: Any, key: Any) -> Any:
-        visible = key >= 0
+        visible, last = (packed[0][row] == packed[1][key], packed[2][row]) if packed else (key >= 0, row + offset)
         if p.causal:
-            visible = visible & (key <= row + offset + p.window_right)
+            visible = visible & (key <= last + p.window_right)
         if p.window:
-            visible = visible & (key > row + offset - p.window)
+            visible = visible & (key > last - p.window)
         if starts is not None:
             visible = visible & (key >= starts[batch])
         if lengths is not None:
@@ -86,7 +84,8 @@ def mask_of(p: Problem, starts: Any, lengths: Any) -> Any:
 
 
 def documents(p: Problem, cu_q: Any, cu_k: Any) -> Any:
-    """The mask function for packed sequences: a row sees keys of its own sequence, up to the mask's diagonal in it."""
+    """The number of the packed sequence of each row, `[seq_q]`, and of each key, `[seq_k]`; and of each row the key on the mask's
+    diagonal in its sequence, `[seq_q]`."""
     import torch
 
     def sequence_of(offsets: Any, count: int) -> Any:
@@ -96,14 +95,4 @@ def documents(p: Problem, cu_q: Any, cu_k: Any) -> Any:
     of_row, of_key = sequence_of(cu_q, p.seq_q), sequence_of(cu_k, p.seq_k)
     end = 1 if p.alignment == "bottom_right" else 0  # both ends of a sequence meet there, or both beginnings
     shift = (cu_k[end : len(cu_k) - 1 + end] - cu_q[end : len(cu_q) - 1 + end])[of_row]
-    last = torch.arange(p.seq_q, device=cu_q.device) + shift
-
-    def seen(batch: Any, head: Any, row: Any, key: Any) -> Any:
-        visible = of_row[row] == of_key[key]
-        if p.causal:
-            visible = visible & (key <= last[row] + p.window_right)
-        if p.window:
-            visible = visible & (key > last[row] - p.window)
-        return visible
-
-    return seen
+    return of_row, of_key, torch.arange(p.seq_q, device=cu_q.device) + shift

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.shapes import split_shape
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.models import Values
 from tiledsched.kernels.attention.options import FIELDS
@@ -43,16 +44,24 @@ def adapted(kernel: Any, p: Any, s: Schedule, arch: str) -> Schedule:
 
     On sm_90, for heads up to 128 wide, tiles have at most 64 x 128 scores and an SM has two blocks: that leaves registers for the
     functions, and one block multiplies while the other one computes scores. In 24 tunes of the gallery of variants (4096 keys,
-    one H200, 2026-11-28) the best such schedule was the winner or lost at most 4%.
+    one H200, 2026-11-28) the best such schedule was the winner or lost at most 4%. Where a function only hides keys and
+    reads no arrays, or arrays of one axis, a block of 128 x 128 leaves each thread as many registers. It stays where it won on
+    more than 4096 keys: in the recordings of causal attention (`tuning_db/landscapes`) it is the best for 8192 and 16384 keys,
+    and small tiles are for fewer.
 
     Where a function hides keys, blocks that take one work tile each begin with the last rows of a few heads, which most masks
     show the most keys: a launch that ends with such rows leaves most of the GPU without work meanwhile.
     """
     if kernel.mods[1] is not None and p.seq_q > FEW_ROWS and s["persistent"] == "no":
         s = s.replace(block_order="swizzled")
-    rows, keys = int(s["tile_m"]), int(s["tile_n"])
-    small = s["occupancy"] == 2 and rows * keys <= 64 * 128 and rows * int(s["q_subtiles"]) <= 128
-    if arch != "sm_90" or p.head_dim > 128 or (small and not s["qk_ahead"]):
+    rows, keys, blocks = int(s["tile_m"]), int(s["tile_n"]), s["occupancy"]
+    small = blocks == 2 and rows * keys <= 64 * 128
+    lean = kernel.mods[0] is None and all(
+        len(split_shape(kernel.array_fields[each].shape)) == 1 for each in kernel.mod_arrays
+    )
+    if lean and p.head_dim > 64 and p.seq_k > 4096:
+        small = small or (blocks == 1 and rows == keys == 128)
+    if arch != "sm_90" or p.head_dim > 128 or (small and rows * int(s["q_subtiles"]) <= 128 and not s["qk_ahead"]):
         return s
     m, n, warps = (64, 128, 4) if p.head_dim > 64 else (128, 64, 8)
     return s.replace(tile_m=m, tile_n=n, num_worker_warps=warps, **SMALL)
