@@ -63,7 +63,10 @@ CASES = {
         QUERIES.replace(batch=3, lengths=True, head_dim=80),
         {**TILES, "persistent": "strided", "store_late": True},
     ),
-    "queries of long prompts": (QUERIES.replace(head_dim=128, seq_q=129, seq_k=272), Q8_LONG_TILE | {"loop_split": True}),
+    "queries of long prompts": (
+        QUERIES.replace(head_dim=128, seq_q=129, seq_k=272),
+        Q8_LONG_TILE | {"loop_split": True},
+    ),
     "queries of long prompts, causal": (
         QUERIES.replace(head_dim=128, seq_q=257, seq_k=144, causal=True, alignment="bottom_right"),
         Q8_LONG_CAUSAL | {"loop_split": True},

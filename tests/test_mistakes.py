@@ -477,6 +477,29 @@ def test_hasty_use_explains_itself(use, words) -> None:
         use()
 
 
+COPIED = """
+import cuda.tile as ct
+import tiledsched as ts
+
+
+@ct.kernel
+def copy(X, Y, TILE: ct.Constant[int]):
+    ct.store(Y, index=(ct.bid(0),), tile=ct.load(X, index=(ct.bid(0),), shape=(TILE,)))
+
+
+class Copy(ts.Kernel):
+    function, n, dtype = copy, ts.dim(), ts.dtype("float16")
+    X, Y = ts.array("n"), ts.out("n")
+    knobs = {"TILE": [128, 256]}
+
+    def grid(p, s, device):
+        return (-(-p.n // s.TILE),)
+
+    def reference(xp, X):
+        return X
+"""
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -495,3 +518,34 @@ def test_a_compressed_file_says_so_and_how_to_unpack_it(line, form, unpack, tmp_
     path = tmp_path / "kt.json.packed"
     path.write_bytes(form.compress(b"{}"))
     assert f"{path} is compressed; unpack it first: {unpack} {path}" in cli(line.format(path).split(), code=2).err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "db import {}",
+        "compare {} shipped",
+        "tune --replay {}",
+        "tune --arch sm_90 --space {}",
+        "tune --arch sm_90 --candidates {}",
+        "bench --summary {}",
+        "explain {}:Copy --arch sm_90 -p n=20",
+        "bake {}:Copy --arch sm_90 -p n=20 -o b.patch",
+    ],
+)
+def test_a_file_in_another_encoding_says_so(line, tmp_path, cli, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("copied.py" if "Copy" in line else "table.json")
+    path.write_bytes(f"# \xe9\n{COPIED}".encode("latin-1"))
+    said = cli(line.format(path).split(), code=2).err
+    assert re.search(
+        rf"{path} is not (text in UTF-8 \(line 1\); save it in that encoding|JSON: 'utf-8'.*; give JSON)", said
+    )
+
+
+def test_a_kernel_file_may_declare_its_encoding(tmp_path, cli, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("copied.py").write_bytes(f"# coding: latin-1\n# \xe9\n{COPIED}".encode("latin-1"))
+    assert "default" in cli(["explain", "copied.py:Copy", "--arch", "sm_90", "-p", "n=20"]).out
+    said = cli(["bake", "copied.py:Copy", "--arch", "sm_90", "-p", "n=20", "-o", "b.patch"], code=2).err
+    assert "copied.py is not text in UTF-8 (line 2); save it in that encoding" in said  # a patch counts its bytes

@@ -7,8 +7,8 @@ is captured in a CUDA graph, behind a flush of the L2 cache, and queued ahead of
 once. `errors` needs no GPU: the errors that 8 bits make, in the interpreter (docs/serving.md).
 
 `prompts` asks about prompts with queries in 8 bits, too: 2 sequences of 1024 to 16384 rows and keys, 16 heads of 128 or 64
-columns, with and without a causal mask. A row is a method: what is served in 8 bits, of values by columns and of values by rows, which are
-copied; other schedules in 8 bits; what is served in bfloat16; and torch's cuDNN in bfloat16. Errors are of one head against
+columns, with and without a causal mask. A row is a method: what is served in 8 bits, of values by columns and of values by rows,
+which are copied; other schedules in 8 bits; what is served in bfloat16; and torch's cuDNN in bfloat16. Errors are of one head against
 float64 over numbers that nothing rounded.
 """
 
@@ -304,12 +304,7 @@ def prompts(lengths: Sequence[int], widths: Sequence[int], rounds: int, most_s: 
     from tiledsched.serve import process
 
     began, device, table = time.monotonic(), process.device_facts(0), process.table(Attention)
-    sizes = {
-        "batch": SEQUENCES,
-        "heads": PROMPT_HEADS,
-        "kv_heads": PROMPT_HEADS,
-        "dtype": "bfloat16",
-    }
+    sizes = {"batch": SEQUENCES, "heads": PROMPT_HEADS, "kv_heads": PROMPT_HEADS, "dtype": "bfloat16"}
     cells = [
         Attention.problem(**sizes, head_dim=width, seq_q=keys, seq_k=keys, causal=causal)
         for width, keys, causal in itertools.product(widths, lengths, (False, True))

@@ -35,7 +35,9 @@ def source_hash(kernel: type) -> str:
 @functools.lru_cache(maxsize=256)
 def _hash_of(files: tuple[tuple[str, int], ...]) -> str:
     """Hash of the text of files, each with the time of its last change: a command that shows many entries asks for each."""
-    text = "".join(Path(path).read_text(encoding="utf-8") for path, _ in files)
+    from tiledsched.core.files import python_text
+
+    text = "".join(python_text(path) for path, _ in files)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
@@ -124,8 +126,10 @@ def _files(kernel: type) -> frozenset[str]:
 
 def _imported(module: ModuleType, folder: str) -> list[ModuleType]:
     """The modules that a module imports as it is loaded: a number taken from one leaves no trace of where it came from."""
+    from tiledsched.core.files import python_text
+
     try:
-        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+        tree = ast.parse(python_text(str(module.__file__)))
     except (OSError, ValueError, SyntaxError):
         return []
     names = []
