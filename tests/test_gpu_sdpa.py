@@ -446,7 +446,8 @@ def test_long_prompts_in_eight_bits(serve, rows, causal) -> None:
         out = call()
         assert torch.equal(out, replayed(call))
         for sequence in range(2):
-            want = math_attention(*(each[sequence : sequence + 1] for each in exact), causal)
+            q_one, k_one, v_one = (each[sequence : sequence + 1] for each in exact)
+            want = math_attention(q_one, k_one, v_one, causal)
             assert (out[sequence].double() - want[0]).norm() < 0.04 * want.norm()
 
 

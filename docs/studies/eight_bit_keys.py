@@ -8,8 +8,8 @@ once. `errors` needs no GPU: the errors that 8 bits make, in the interpreter (do
 
 `prompts` asks about prompts with queries in 8 bits, too: 2 sequences of 1024 to 16384 rows and keys, 16 heads of 128 or 64
 columns, with and without a causal mask. A row is a method: what is served in 8 bits, of values by columns and of values by rows,
-which are copied; other schedules in 8 bits; what is served in bfloat16; and torch's cuDNN in bfloat16. Errors are of one head against
-float64 over numbers that nothing rounded.
+which are copied; other schedules in 8 bits; what is served in bfloat16; and torch's cuDNN in bfloat16. Errors are of one head
+against float64 over numbers that nothing rounded.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from enum import Enum
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from tiledsched.core.sources import is_library
+from tiledsched.core.modules import is_library
 
 T = TypeVar("T")
 

@@ -28,10 +28,11 @@ from tiledsched.core.copies import codes_in
 from tiledsched.core.errors import DeclarationError, ProblemError, author_line, function_line
 from tiledsched.core.fields import ArrayField
 from tiledsched.core.kernel import check_array
+from tiledsched.core.modules import is_library
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.shapes import split_shape
-from tiledsched.core.sources import compiled, is_library
+from tiledsched.core.sources import compiled
 from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
