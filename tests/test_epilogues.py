@@ -286,7 +286,7 @@ def test_what_nobody_tuned_goes_to_cublas_where_that_is_expected_to_be_faster():
     """By the times of plain products; torch.compile reads and writes all results once more."""
     kernel = kernel_named("matmul_epilogue")
     table = load_table(load_settings(), kernel=kernel, archs={"sm_90"})
-    sizes = {"m": 128, "n": 1024, "k": 1024, "b_layout": "column"}
+    sizes = {"m": 512, "n": 1024, "k": 4096, "b_layout": "column"}
 
     def offers(**more):
         return {each.name: each.ratio for each in table.resolve(kernel.problem(**sizes, **more), "sm_90").rivals}

@@ -207,6 +207,10 @@ class EpilogueCost(Cost):
         """That of the plain product."""
         return super().model(plain(p), s.replace(TILE_N=s.number("TILE_N") * (1 + p.gate)), facts, spec)
 
+    def timed_as(self, p: Any) -> Any:
+        """The plain product."""
+        return plain(p)
+
 
 class EpilogueSimilarity(Similarity):
     """How products with epilogues compare, with one another and with plain products, whose schedules they take."""
