@@ -358,6 +358,10 @@ LINES = [
     ("show --provenance mesured", "(did you mean 'measured'?)"),
     ("show atention", "(did you mean 'attention'?)"),
     ("fleet run tun", "not tun (did you mean 'tune'?)"),
+    ("explain matmul -p m=99999999999999999999,n=2,k=3", "m must be at most 1099511627776, got 99999999999999999999"),
+    ("check matmul -p m=99999999999,n=64,k=64 --schedules 1", "memory does not suffice (Unable to allocate 23.3 TiB"),
+    ("tune --beside x", "'x' is not a valid number"),
+    ("tune --trials x", "'x' is not a valid integer"),
 ]
 
 

@@ -6,7 +6,9 @@ import sys
 
 SHIPPED_KERNELS = "tiledsched.kernels."
 """How the names of the modules begin that declare the kernels that ship."""
-LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
+CALLERS = {"click", "optuna", "pebble", "ray", "sqlalchemy"}
+"""Packages that call functions of this one, and so stand between its frames."""
+LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched", *CALLERS})
 """Packages whose source is not part of a kernel."""
 
 
