@@ -545,11 +545,3 @@ def test_a_file_in_another_encoding_says_so(line, tmp_path, cli, monkeypatch) ->
     assert re.search(
         rf"{path} is not (text in UTF-8 \(line 1\); save it in that encoding|JSON: 'utf-8'.*; give JSON)", said
     )
-
-
-def test_a_kernel_file_may_declare_its_encoding(tmp_path, cli, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("copied.py").write_bytes(f"# coding: latin-1\n# \xe9\n{COPIED}".encode("latin-1"))
-    assert "default" in cli(["explain", "copied.py:Copy", "--arch", "sm_90", "-p", "n=20"]).out
-    said = cli(["bake", "copied.py:Copy", "--arch", "sm_90", "-p", "n=20", "-o", "b.patch"], code=2).err
-    assert "copied.py is not text in UTF-8 (line 2); save it in that encoding" in said  # a patch counts its bytes

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +155,6 @@ def plain_text(path: str | os.PathLike[str], data: bytes) -> str:
         raise FileFormatError(
             f"{os.fspath(path)} is not text in UTF-8 (line {line}); save it in that encoding"
         ) from error
-
-
-def python_text(path: str | os.PathLike[str]) -> str:
-    """The text of a Python file, in the encoding that it declares.
-
-    Raises:
-        OSError: the file cannot be read.
-        FileFormatError: the file is in no such encoding.
-    """
-    data = read_bounded(path)
-    try:
-        return decode_source(data)
-    except (SyntaxError, UnicodeDecodeError):
-        return plain_text(path, data)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

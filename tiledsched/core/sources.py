@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tiledsched.core.files import python_text
+from tiledsched.core.files import plain_text, read_bounded
 from tiledsched.core.modules import SHIPPED_KERNELS, is_library
 
 DIGITS = 12
@@ -34,7 +34,7 @@ def source_hash(kernel: type) -> str:
 @functools.lru_cache(maxsize=256)
 def _hash_of(files: tuple[tuple[str, int], ...]) -> str:
     """Hash of the text of files, each with the time of its last change: a command that shows many entries asks for each."""
-    text = "".join(python_text(path) for path, _ in files)
+    text = "".join(plain_text(path, read_bounded(path)) for path, _ in files).replace("\r\n", "\n")
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
@@ -124,7 +124,7 @@ def _files(kernel: type) -> frozenset[str]:
 def _imported(module: ModuleType, folder: str) -> list[ModuleType]:
     """The modules that a module imports as it is loaded: a number taken from one leaves no trace of where it came from."""
     try:
-        tree = ast.parse(python_text(str(module.__file__)))
+        tree = ast.parse(read_bounded(str(module.__file__)))
     except (OSError, ValueError, SyntaxError):
         return []
     names = []

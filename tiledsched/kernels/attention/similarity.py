@@ -180,14 +180,11 @@ class AttentionSimilarity(Similarity):
         queries in 8 bits tiles are those that were fastest of a few on an H200, or, of wide rows, some that do not spill.
         """
         if p.q8:
-            tile: dict[str, Any] = {"block_order": "swizzled" if p.causal else "natural"}
-            if max(p.tile_d, p.tile_v) > WIDE_HEAD:
-                tile |= Q8_WIDE_TILE
-            elif is_long(p):
-                tile |= Q8_LONG_CAUSAL if p.causal else Q8_LONG_TILE
-            else:
-                tile |= Q8_TILE
-            return default.replace(**tile, loop_split=skips_keys(p) or p.spanned or p.seq_k % tile["tile_n"] != 0)
+            wide, long = max(p.tile_d, p.tile_v) > WIDE_HEAD, Q8_LONG_CAUSAL if p.causal else Q8_LONG_TILE
+            tile: dict[str, Any] = Q8_WIDE_TILE if wide else long if is_long(p) else Q8_TILE
+            masked = skips_keys(p) or p.spanned or p.seq_k % tile["tile_n"] != 0
+            order = "swizzled" if p.causal else "natural"
+            return default.replace(**{"loop_split": masked, "block_order": order} | tile)
         if p.mean_rows > FEW_ROWS:
             if p.tile_d <= WIDE_HEAD or not copies_rows(p):
                 return None

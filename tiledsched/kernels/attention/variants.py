@@ -128,13 +128,14 @@ def source_of(function: FunctionType, what: str) -> str:
     """The text of a function without comments, docstrings and places.
 
     Raises:
-        DeclarationError: its text lies in no file.
+        DeclarationError: its text lies in no file in UTF-8.
     """
     try:
         return _text_of(inspect.unwrap(function).__code__)
     except (OSError, SyntaxError, TypeError) as error:
         raise DeclarationError(
-            f"{what}: the text of {function.__qualname__} lies in no file, and the compiler reads it; put it into one"
+            f"{what}: the text of {function.__qualname__} lies in no file that is in UTF-8, and the compiler reads it; put it "
+            "into one"
         ) from error
 
 
