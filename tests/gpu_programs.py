@@ -87,6 +87,17 @@ EIGHT_BIT_QUERIES: dict[str, tuple[Any, ...]] = {
     "q8": (True,),
 }
 """Of attention with queries in 8 bits, which most of the values above do not go with: drawn in addition."""
+LONG_QUERIES: dict[str, tuple[Any, ...]] = EIGHT_BIT_QUERIES | {
+    "seq_q": (4500, 8192),
+    "seq_k": (8192, 8208),
+    "head_dim": (128, 96),
+    "value_dim": (0, 0, 64),
+    "batch": (3, 5),
+    "group": (3, 8),
+    "kv_heads": (2,),
+    "window": (0,),
+}
+"""Of many such queries, which are served by other programs. They are too large to run; odd sizes of their programs' classes run."""
 UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
     "attention": ATTENTION | {"lse": FLAG, "page": (0, 0, 64), "kv8": ("", "", "", "", "tensor", "head", "page")},
     "attention_backward": ATTENTION | {"deterministic": FLAG, "dlse": FLAG},
@@ -163,7 +174,7 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Kernel -> values of the fields of problems that are in no table; problems are drawn so that all pairs of values occur."""
 UNTUNED["rope_in_place"] = UNTUNED["rope"]
-MOST_DRAWN, MOST_OF_QUERIES = 48, 16
+MOST_DRAWN, MOST_OF_QUERIES, MOST_LONG = 48, 16, 12
 """Problems drawn of a kernel."""
 TILED = {
     "rows": "TILE_ROWS",
@@ -309,6 +320,7 @@ def drawn(kernel: KernelClass) -> list[Problem]:
     found = drawn_of(kernel, UNTUNED.get(kernel.name, {}), MOST_DRAWN, rng)
     if kernel.name == "attention":
         found += drawn_of(kernel, EIGHT_BIT_QUERIES, MOST_OF_QUERIES, rng)
+        found += drawn_of(kernel, LONG_QUERIES, MOST_LONG, rng)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import shutil
@@ -255,7 +256,12 @@ def test_values_are_written_as_they_are():
         "fixed": "c d",
         "flag": True,
     }
-    assert namespace["f_schedule"](m=2).rate == 1.5
+    second = namespace["f_schedule"](m=2)
+    assert second.rate == 1.5
+    with pytest.raises(AttributeError, match="no attribute 'rates'"):
+        _ = second.rates
+    assert copy.deepcopy(second) == second
+    assert not hasattr(second, "__fspath__")
     exec(source("f", grow([{"m": 1}], numpy.array([[1.0, 0.0]])), words, {}, {"m"}, []), namespace)
     assert namespace["f_schedule"]() == dict(words[1], none=None, rate=1.5)
 

@@ -10,6 +10,8 @@ from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.attention.similarity import Q8_LONG_CAUSAL, Q8_LONG_TILE, Q8_TILE
+from tiledsched.serve.lookup import LookupTable
 
 DECODING = Attention.problem(
     seq_q=1, seq_k=100, head_dim=64, heads=8, kv_heads=4, dtype="bfloat16", kv8="head", lse=True
@@ -60,6 +62,14 @@ CASES = {
     "queries, late stores": (
         QUERIES.replace(batch=3, lengths=True, head_dim=80),
         {**TILES, "persistent": "strided", "store_late": True},
+    ),
+    "queries of long prompts": (
+        QUERIES.replace(head_dim=128, seq_q=129, seq_k=272),
+        Q8_LONG_TILE | {"loop_split": True},
+    ),
+    "queries of long prompts, causal": (
+        QUERIES.replace(head_dim=128, seq_q=257, seq_k=144, causal=True, alignment="bottom_right"),
+        Q8_LONG_CAUSAL | {"loop_split": True},
     ),
     "queries, shares": (QUERIES, {**TILES, "kv_splits": 2, "kv_combine": "launch"}),
     "queries, two tiles": (
@@ -184,6 +194,25 @@ def test_lengths_that_stand_for_others_are_lengths_of_queries_in_8_bits(keys):
     p = QUERIES.replace(seq_q=max(80, keys), seq_k=keys)
     assert abs(Attention.similarity.bucketed(p).seq_k / keys - 1) < 0.13
     assert Attention.representative(p.replace(seq_q=8208, causal=True, window=5001)).q8
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({}, Q8_LONG_TILE | {"persistent": "no", "block_order": "natural", "loop_split": False}),
+        ({"seq_k": 8208}, Q8_LONG_TILE | {"loop_split": True}),
+        ({"causal": True}, Q8_LONG_CAUSAL | {"loop_split": True}),
+        ({"seq_q": 4096, "seq_k": 4096}, Q8_TILE),  # as many keys as lie between what was timed
+        ({"head_dim": 64}, Q8_TILE),
+        ({"heads": 1, "kv_heads": 1}, Q8_TILE),  # 128 blocks, where none was timed with so few
+        ({"causal": True, "window": 500}, Q8_TILE | {"persistent": "no"}),
+    ],
+)
+def test_what_serves_long_prompts_in_8_bits_untuned(changed, wanted):
+    p = QUERIES.replace(**{"seq_q": 8192, "seq_k": 8192, "head_dim": 128, "heads": 32} | changed)
+    served = LookupTable([], Attention).resolve(p, "sm_90").schedule
+    assert {name: served[name] for name in wanted} == wanted
+    assert not SPACES["sm_90"].violations(served, p)
 
 
 def test_a_prompt_in_8_bits_is_modelled_as_faster():

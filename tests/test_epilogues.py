@@ -98,23 +98,28 @@ def test_tile_code_of_activations_is_exact_to_float32(name):
     np.testing.assert_allclose(by_torch.numpy(), wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("name", COMPUTED)
-def test_gradients_are_those_of_the_formula(launches, name):
+def test_gradients_are_those_of_the_formula(launches, name, twice):
     more = {key: value for key, value in COMPUTED[name].items() if isinstance(value, torch.Tensor)}
     words = {key: value for key, value in COMPUTED[name].items() if key not in more}
     tensors = dict(x=X, w=W, **more)
 
     def gradients(call, kind):
         leaves = {key: value.detach().to(kind).requires_grad_() for key, value in tensors.items()}
-        out = call(**leaves, **words)
-        return torch.autograd.grad(out, list(leaves.values()), made(*out.shape, seed=9).to(kind))
+        out, wanted = call(**leaves, **words), list(leaves.values())
+        found = torch.autograd.grad(out, wanted, made(*out.shape, seed=9).to(kind), create_graph=twice)
+        if not twice:
+            return found
+        weighed = sum((each * made(*each.shape, seed=place).to(kind)).sum() for place, each in enumerate(found))
+        return torch.autograd.grad(weighed, wanted, allow_unused=True, materialize_grads=True)
 
     def ours(x, w, gate=None, **rest):
         return ts.matmul(x, w.t(), gate=None if gate is None else gate.t(), **rest)
 
     for one, right in zip(gradients(ours, torch.bfloat16), gradients(exact, torch.float64), strict=True):
-        error = (one.double() - right).norm() / right.norm()
-        assert error <= 8e-3, error.item()
+        error = (one.double() - right).norm() / right.norm().clamp(min=1e-12)
+        assert error <= (2.5e-2 if twice else 8e-3), error.item()  # sums are rounded before torch's formulae
 
 
 def test_a_residual_may_be_changed_in_place(launches):
@@ -281,7 +286,7 @@ def test_what_nobody_tuned_goes_to_cublas_where_that_is_expected_to_be_faster():
     """By the times of plain products; torch.compile reads and writes all results once more."""
     kernel = kernel_named("matmul_epilogue")
     table = load_table(load_settings(), kernel=kernel, archs={"sm_90"})
-    sizes = {"m": 128, "n": 1024, "k": 1024, "b_layout": "column"}
+    sizes = {"m": 512, "n": 1024, "k": 4096, "b_layout": "column"}
 
     def offers(**more):
         return {each.name: each.ratio for each in table.resolve(kernel.problem(**sizes, **more), "sm_90").rivals}

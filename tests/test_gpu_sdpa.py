@@ -432,6 +432,25 @@ def test_queries_in_eight_bits(serve, columns, dim) -> None:
             torch.testing.assert_close(sums.double(), scores.logsumexp(-1), atol=2e-2, rtol=0.0)
 
 
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+@pytest.mark.parametrize("rows", [1025, 1279])
+def test_long_prompts_in_eight_bits(serve, rows, causal) -> None:
+    """Tiles of 128 rows serve: of whole tiles of keys, and of one that is cut off; a row more and one fewer than whole tiles."""
+    for keys in (4112, 4224):
+        q, k, v = tensors(heads=32, kv_heads=8, rows=rows, keys=keys, columns=128, dtype=torch.bfloat16)
+        numbers = [in_eight_bits(each, 1 if each is not q else None) for each in (q, k, v)]
+        (q8, k8, v8), (q_scale, k_scale, v_scale), exact = zip(*numbers, strict=True)
+        call = partial(serve.sdpa, q8, k8, v8.mT.contiguous().mT, causal=causal)
+        call = partial(call, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        assert serve.plan_for(*call.args, **call.keywords).served.schedule["tile_m"] == 128
+        out = call()
+        assert torch.equal(out, replayed(call))
+        for sequence in range(2):
+            q_one, k_one, v_one = (each[sequence : sequence + 1] for each in exact)
+            want = math_attention(q_one, k_one, v_one, causal)
+            assert (out[sequence].double() - want[0]).norm() < 0.04 * want.norm()
+
+
 @pytest.mark.parametrize("page", [16, 48, 128, 512])
 @pytest.mark.parametrize("dim", [None, 2, 0])
 def test_pages_in_eight_bits(serve, page, dim) -> None:

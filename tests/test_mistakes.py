@@ -358,6 +358,10 @@ LINES = [
     ("show --provenance mesured", "(did you mean 'measured'?)"),
     ("show atention", "(did you mean 'attention'?)"),
     ("fleet run tun", "not tun (did you mean 'tune'?)"),
+    ("explain matmul -p m=99999999999999999999,n=2,k=3", "m must be at most 1099511627776, got 99999999999999999999"),
+    ("check matmul -p m=99999999999,n=64,k=64 --schedules 1", "memory does not suffice (Unable to allocate 23.3 TiB"),
+    ("tune --beside x", "'x' is not a valid number"),
+    ("tune --trials x", "'x' is not a valid integer"),
 ]
 
 
@@ -477,6 +481,29 @@ def test_hasty_use_explains_itself(use, words) -> None:
         use()
 
 
+COPIED = """
+import cuda.tile as ct
+import tiledsched as ts
+
+
+@ct.kernel
+def copy(X, Y, TILE: ct.Constant[int]):
+    ct.store(Y, index=(ct.bid(0),), tile=ct.load(X, index=(ct.bid(0),), shape=(TILE,)))
+
+
+class Copy(ts.Kernel):
+    function, n, dtype = copy, ts.dim(), ts.dtype("float16")
+    X, Y = ts.array("n"), ts.out("n")
+    knobs = {"TILE": [128, 256]}
+
+    def grid(p, s, device):
+        return (-(-p.n // s.TILE),)
+
+    def reference(xp, X):
+        return X
+"""
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -495,3 +522,26 @@ def test_a_compressed_file_says_so_and_how_to_unpack_it(line, form, unpack, tmp_
     path = tmp_path / "kt.json.packed"
     path.write_bytes(form.compress(b"{}"))
     assert f"{path} is compressed; unpack it first: {unpack} {path}" in cli(line.format(path).split(), code=2).err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "db import {}",
+        "compare {} shipped",
+        "tune --replay {}",
+        "tune --arch sm_90 --space {}",
+        "tune --arch sm_90 --candidates {}",
+        "bench --summary {}",
+        "explain {}:Copy --arch sm_90 -p n=20",
+        "bake {}:Copy --arch sm_90 -p n=20 -o b.patch",
+    ],
+)
+def test_a_file_in_another_encoding_says_so(line, tmp_path, cli, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("copied.py" if "Copy" in line else "table.json")
+    path.write_bytes(f"# \xe9\n{COPIED}".encode("latin-1"))
+    said = cli(line.format(path).split(), code=2).err
+    assert re.search(
+        rf"{path} is not (text in UTF-8 \(line 1\); save it in that encoding|JSON: 'utf-8'.*; give JSON)", said
+    )

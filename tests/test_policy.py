@@ -14,6 +14,7 @@ from tiledsched.core import data_files
 from tiledsched.core.device import arch_spec
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
+from tiledsched.kernels.matmul import Matmul
 from tiledsched.serve.explain import explain_problem
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import (
@@ -354,3 +355,12 @@ def test_what_no_gate_has_run_is_unverified(problem, entries, words):
     assert words in explained.unverified
     assert bool(words) == bool(explained.unverified) == ("  unverified  " in str(explained))
     assert explained.to_json()["unverified"] == (explained.unverified or None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"), [("invariant", " --numerics invariant"), ("fp16", " --accum-mode fp16"), ("fp32", "")]
+)
+def test_a_tune_of_what_is_served_is_named_whole(asked, flag):
+    p = Matmul.problem(m=5, n=8, k=8)
+    said = explain_problem(LookupTable([], p.declaration, accum_mode=asked), p, "sm_90").unverified
+    assert said.endswith(f"run: tiledsched tune matmul -p m=5,n=8,k=8{flag}")

@@ -50,7 +50,7 @@ STARTED = {
 """Modules that run as processes of their own, and the file that starts each by its name."""
 NAMED = {
     "core/registry.py": "the kernels that ship are found by name",
-    "core/sources.py": "their package is told from others",
+    "core/modules.py": "their package is told from others",
     "__init__.py": "public names are imported late",
 }
 """Files that may name modules in strings, and why."""

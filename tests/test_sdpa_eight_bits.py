@@ -118,6 +118,16 @@ def queries(**more):
     return {name: each for name, (each, _, _) in found.items()} | scales, [each for _, _, each in found.values()]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_queries_where_there_is_no_gpu():
+    given, exact = queries()
+    numbers = {name: float(each) if name.endswith("scale") else each for name, each in given.items()}
+    with pytest.warns(UserWarning, match="q is on cpu"):
+        close(ts.sdpa(**numbers), right(*exact), 2e-2)
+    with pytest.raises(ProblemError, match="v_scale must be a positive number"):
+        ts.sdpa(**numbers | {"v_scale": 0.0})
+
+
 @pytest.mark.parametrize("dim", [None, 1])
 @pytest.mark.parametrize("causal", [False, True])
 def test_queries(launches, dim, causal):
@@ -207,6 +217,7 @@ def test_gradients_of_queries_are_torchs(launches, left_to_torch):
             "q of torch.float8_e4m3fn needs k and v of that type, and",
         ),
         ({"k_scale": None}, "k_scale must be a positive number"),
+        ({"q_scale": -2.0, "k_scale": -2.0}, "k_scale must be a positive number.* got -2.0"),
     ],
 )
 def test_what_is_refused_of_queries(launches, changed, words):

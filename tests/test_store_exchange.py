@@ -241,6 +241,14 @@ def test_who_else_was_on_the_gpu_is_written_where_somebody_was(told, db, tmp_pat
         assert conditions in [one.measurement.conditions for one in parse_table(out.getvalue(), "x").measurements]
 
 
+@pytest.mark.parametrize("word", ["entries", "measurements", "artifacts"])
+def test_a_row_in_another_encoding_is_named(table, word):
+    text = table.read_bytes()
+    after = text.index(b'"', text.index(b': "', text.index(f'"{word}"'.encode()))) + 1
+    with pytest.raises(DatabaseError, match=r"sm_90.json(: \w+\[0\])? is not in UTF-8: .*; give JSON"):
+        parse_table(text[:after] + b"\xe9" + text[after:], "sm_90.json")
+
+
 def test_an_entry_cannot_stand_on_times_beside_others(table):
     data = json.loads(table.read_text())
     data["measurements"][0]["measurement"]["conditions"] |= {"others": [7], "beside": [7]}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import served_entries
 
+from tiledsched.core import data_files
+from tiledsched.core.cost import EFFICIENCY
 from tiledsched.core.device import arch_spec
 from tiledsched.core.launches import problem_class
 from tiledsched.core.registry import kernel_named
@@ -21,6 +24,7 @@ from tiledsched.serve import process
 from tiledsched.serve.entries import load_entries, table_of
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.transfer import transfer
+from tiledsched.store.shipped import read_shipped_entries
 
 SPEC = arch_spec("sm_90")
 HOSTS = {"torch": 8.0, OURS: 10.0}
@@ -97,6 +101,43 @@ def test_products_that_lost_to_cublas_untuned_are_served_by_it(sizes) -> None:
     table = table_of(load_entries(process.settings(), {"sm_90"}, Matmul), process.settings(), kernel=Matmul)
     served = table.resolve(product(*sizes), "sm_90", H200)
     assert [each.name for each in served.rivals] == ["torch"]
+
+
+def shipped(name):
+    return read_shipped_entries(data_files.tuning_db() / "tables" / name / "sm_90.json")
+
+
+@pytest.mark.parametrize("name", ["matmul", "matmul_epilogue", "scaled_matmul", "grouped_matmul", "attention"])
+def test_nothing_was_measured_that_is_faster_than_any_forecast(name) -> None:
+    for entry in shipped(name):
+        times = [each.median_us for each in entry.rivals or () if each.median_us] + [entry.median_us or math.inf]
+        assert min(times) > floor_us(entry.problem, SPEC, EFFICIENCY), entry.problem
+
+
+def test_forecasts_for_products_with_epilogues_as_if_none_had_raced() -> None:
+    """Against the races that ship: ours is not taken for faster than any product is, and rivals go by the plain product."""
+    kernel, ratios = kernel_named("matmul_epilogue"), dict[str, list[float]]()
+    table = LookupTable(shipped("matmul"), kernel, rivals=True)._of_arch("sm_90")
+    for entry in shipped("matmul_epilogue"):
+        p, plain = entry.problem, kernel.cost.timed_as(entry.problem)
+        default_us = table.modelled_us(plain, space_for("sm_90", Matmul).default(plain))
+        found = table.timed.forecast(p, table.modelled_us(p, entry.schedule), default_us)
+        for each in entry.rivals:
+            for method, us in ((each.name, each.median_us), (OURS, each.ours_us)):
+                if method in found and us:
+                    ratios.setdefault(method, []).append(found[method].us / us)
+    assert min(ratios[OURS]) > 0.8
+    for method in ("cublas_fused", "torch_compile"):
+        assert 0.8 < min(ratios[method]) < max(ratios[method]) < 1.2
+        assert 0.95 < statistics.geometric_mean(ratios[method]) < 1.05
+
+
+def test_rivals_of_an_epilogue_are_forecast_by_the_default_of_the_plain_product() -> None:
+    table = LookupTable(shipped("matmul"), kernel_named("matmul_epilogue"), rivals=True)
+    p = table.kernel.problem(m=8192, n=4096, k=12288, b_layout="column", residual=True)
+    (offer,) = table.resolve(p, "sm_90", H200).rivals
+    assert offer.name == "cublas_fused"  # which took 1031 us, and our winner 1047
+    assert "expected to take 10" in offer.reason
 
 
 SCALED = {"n": 4096, "k": 4096, "scales": "row"}

@@ -6,10 +6,10 @@ bits with a scale for each head, ours in 16 bits (bfloat16), and torch's own bac
 is captured in a CUDA graph, behind a flush of the L2 cache, and queued ahead of the GPU. The programs are built first, all at
 once. `errors` needs no GPU: the errors that 8 bits make, in the interpreter (docs/serving.md).
 
-`prompts` asks about prompts with queries in 8 bits, too: 2 sequences of 2048 to 16384 rows and keys, 16 heads of 128 columns,
-with and without a causal mask. A row is a method: what is served in 8 bits, of values by columns and of values by rows, which are
-copied; other schedules in 8 bits; what is served in bfloat16; and torch's cuDNN in bfloat16. Errors are of one head against
-float64 over numbers that nothing rounded.
+`prompts` asks about prompts with queries in 8 bits, too: 2 sequences of 1024 to 16384 rows and keys, 16 heads of 128 or 64
+columns, with and without a causal mask. A row is a method: what is served in 8 bits, of values by columns and of values by rows,
+which are copied; other schedules in 8 bits; what is served in bfloat16; and torch's cuDNN in bfloat16. Errors are of one head
+against float64 over numbers that nothing rounded.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
         torch.cuda.empty_cache()
 
 
-PROMPT_LENGTHS, SEQUENCES, PROMPT_HEADS = (2048, 8192, 16384), 2, 16
+PROMPT_LENGTHS, PROMPT_WIDTHS, SEQUENCES, PROMPT_HEADS = (8192, 4096, 2048, 16384, 1024), (128, 64), 2, 16
 ROWS_AT_ONCE = 2048
 """Rows whose scores are held in float64."""
 PROMPT_TILES: dict[str, dict[str, Any]] = {
@@ -254,7 +254,7 @@ def prompt_schedules(problem: Problem, arch: str) -> dict[str, Schedule]:
     return found
 
 
-def prompt_calls(keys: int, causal: bool, device: str = "cuda") -> tuple[dict[str, Any], Any]:
+def prompt_calls(keys: int, width: int, causal: bool, device: str = "cuda") -> tuple[dict[str, Any], Any]:
     """The calls of a prompt in 8 bits, of values by columns and by rows, and in 16 bits; and q, k and v of the last head in
     float64, before they were rounded.
     """
@@ -266,7 +266,7 @@ def prompt_calls(keys: int, causal: bool, device: str = "cuda") -> tuple[dict[st
     make, mask = torch.Generator(device=device).manual_seed(keys), "top_left" if causal else None
     narrow, scales, wide, exact = [], [], [], []
     for _ in "qkv":
-        each = torch.randn(SEQUENCES, PROMPT_HEADS, keys, WIDTH, generator=make, device=device)
+        each = torch.randn(SEQUENCES, PROMPT_HEADS, keys, width, generator=make, device=device)
         scale = each.abs().amax((0, 2, 3)) / LARGEST
         narrow.append((each / scale[:, None, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn))
         scales.append(scale)
@@ -296,7 +296,7 @@ def exact_attention(head: Sequence[Any], causal: bool) -> Any:
     return torch.cat(found)
 
 
-def prompts(lengths: Sequence[int], rounds: int, most_s: float) -> Iterator[dict[str, Any]]:
+def prompts(lengths: Sequence[int], widths: Sequence[int], rounds: int, most_s: float) -> Iterator[dict[str, Any]]:
     """A row for each method and prompt: its median time, its rate and its error."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -304,17 +304,10 @@ def prompts(lengths: Sequence[int], rounds: int, most_s: float) -> Iterator[dict
     from tiledsched.serve import process
 
     began, device, table = time.monotonic(), process.device_facts(0), process.table(Attention)
-    sizes = {
-        "batch": SEQUENCES,
-        "heads": PROMPT_HEADS,
-        "kv_heads": PROMPT_HEADS,
-        "head_dim": WIDTH,
-        "dtype": "bfloat16",
-    }
+    sizes = {"batch": SEQUENCES, "heads": PROMPT_HEADS, "kv_heads": PROMPT_HEADS, "dtype": "bfloat16"}
     cells = [
-        Attention.problem(**sizes, seq_q=keys, seq_k=keys, causal=causal)
-        for causal in (False, True)
-        for keys in lengths
+        Attention.problem(**sizes, head_dim=width, seq_q=keys, seq_k=keys, causal=causal)
+        for width, keys, causal in itertools.product(widths, lengths, (False, True))
     ]
     of: dict[Problem, list[tuple[str, str, Problem, Any]]] = {}
     for wide in cells:
@@ -336,7 +329,7 @@ def prompts(lengths: Sequence[int], rounds: int, most_s: float) -> Iterator[dict
         if time.monotonic() - began > most_s:
             print(f"no time left for {wide} and what follows", file=sys.stderr)
             return
-        made, exact = prompt_calls(wide.seq_k, wide.causal)
+        made, exact = prompt_calls(wide.seq_k, wide.head_dim, wide.causal)
         right, about = exact_attention(exact, wide.causal), {}
         calls: dict[str, Callable[[], Any]] = {}
         for name, given, p, answer in methods:
@@ -359,6 +352,7 @@ def prompts(lengths: Sequence[int], rounds: int, most_s: float) -> Iterator[dict
             out, schedule = about[name]
             yield {
                 "keys": wide.seq_k,
+                "columns": wide.head_dim,
                 "causal": wide.causal,
                 "method": name,
                 "us": round(us, 2),
@@ -438,6 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag("--heads", type=integers, default=list(HEADS), help="query heads"),
         flag("--pages", type=names, default=[str(each) for each in PAGES], help="keys of a page; 0 for none"),
         flag("--lengths", type=integers, default=list(PROMPT_LENGTHS), help="rows and keys of prompts"),
+        flag("--widths", type=integers, default=list(PROMPT_WIDTHS), help="columns of a head of prompts"),
         flag("--few", action="store_true", help="fewer schedules"),
         flag("--rounds", type=positive, default=ROUNDS, help="of all programs of a cell"),
         flag("--most-seconds", type=positive, default=600, help="after which no cell is begun"),
@@ -457,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     rows = []
     for row in (
-        prompts(options.lengths, options.rounds, options.most_seconds)
+        prompts(options.lengths, options.widths, options.rounds, options.most_seconds)
         if options.part == "prompts"
         else times(cells, options.few, options.rounds, options.most_seconds)
     ):

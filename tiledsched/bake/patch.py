@@ -14,6 +14,7 @@ from typing import Any
 from tiledsched.bake.baking import Baking
 from tiledsched.bake.text import BEGIN, END, names_in
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.files import plain_text
 from tiledsched.core.launches import undecorated
 from tiledsched.core.schedule import COMPILER_HINTS
 from tiledsched.core.shapes import split_shape
@@ -45,6 +46,7 @@ class Patch:
             )
         self.path = path
         raw = path.read_bytes()
+        plain_text(path, raw)
         self.before = raw.decode()
         """What the file holds."""
         self._data = data = raw.replace(b"\r\n", b"\n")

@@ -24,8 +24,9 @@ HEAD = """\
 {comment}
 # fmt: off
 class _Schedule(dict):  # knobs are keys and attributes; where a search stood, this is its result, too
-    __getattr__, mean_us = dict.__getitem__, float('nan')
-    best, config = property(lambda self: self), property(lambda self: self.get('config', self))
+    best, config, mean_us = property(lambda self: self), property(lambda self: self.get('config', self)), float('nan')
+    def __getattr__(self, name):
+        return self[name] if name in self else object.__getattribute__(self, name)
 
 
 """

@@ -146,6 +146,11 @@ def _answer(words: list[str], fakes: dict[str, Any]) -> int:
             f"tiledsched: {where}{error.strerror or error}; see that it is there, that you may use it and that it has room"
         )
         return 2
+    except MemoryError as error:
+        note(
+            f"tiledsched: memory does not suffice ({error or 'no more is free'}); name smaller sizes, or fewer at once"
+        )
+        return 2
     except ImportError:
         raise
     except Exception as error:

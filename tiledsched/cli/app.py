@@ -328,8 +328,16 @@ class CommaList(click.ParamType):
         return list(dict.fromkeys(self.each.convert(word, param, ctx) for word in words or [value]))
 
 
+class Integer(click.IntRange):
+    """An integer in a range."""
+
+    name = "integer"
+
+
 class Number(click.FloatRange):
     """A number in a range. Click lets NaN into every range: no comparison with it is true."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number."""
@@ -465,7 +473,7 @@ def _generated(each: OptionSpec, heading: str) -> Callable[[Decorated], Decorate
     elif each.metavar == "SECONDS":
         kind = Seconds()
     elif each.minimum is not None:
-        kind = (click.IntRange if each.type is int else Number)(each.minimum)
+        kind = (Integer if each.type is int else Number)(each.minimum)
     usual = each.default_help or (f"{each.default:g}" if each.type is float else each.default)
     return option(
         each.flag,
@@ -488,7 +496,7 @@ def arch_option(text: str, *, many: bool = False, **more: Any) -> Callable[[Deco
 target_option = arch_option(
     f"which GPUs, e.g. sm_90 or h200 (default: the GPU here, or else {USUAL_ARCH})", heading="Problems"
 )
-jobs_option = option("--jobs", type=click.IntRange(1), metavar="N", help="compile processes (default: one per CPU)")
+jobs_option = option("--jobs", type=Integer(1), metavar="N", help="compile processes (default: one per CPU)")
 
 
 def command(name: str, *, cls: type[Command] = Command, **more: Any) -> Callable[[Callable[..., int | None]], Command]:

@@ -9,9 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-import click
-
-from tiledsched.cli.app import FILE, Invocation, arch_option, command, kernel_argument, option, problem_options
+from tiledsched.cli.app import FILE, Integer, Invocation, arch_option, command, kernel_argument, option, problem_options
 from tiledsched.cli.output import print_table, print_wrapped
 from tiledsched.cli.problems import named_problems
 from tiledsched.core.errors import ConfigError
@@ -28,7 +26,7 @@ MOST_LEAVES = 32
 @arch_option("for which GPUs, e.g. sm_90 or sm_90,sm_100 (default: the GPU here)", many=True)
 @option(
     "--max-leaves",
-    type=click.IntRange(1),
+    type=Integer(1),
     metavar="N",
     help="at most N leaves, which may cost time (default: as many as it takes to choose what the table chooses)",
 )

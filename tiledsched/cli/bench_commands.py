@@ -15,6 +15,7 @@ from tiledsched.cli.app import (
     CommaList,
     CommandGroup,
     Decorated,
+    Integer,
     Invocation,
     Seconds,
     command,
@@ -42,7 +43,7 @@ methods_option = option(
 )
 rounds_option = option(
     "--rounds",
-    type=click.IntRange(1),
+    type=Integer(1),
     default=30,
     metavar="N",
     help="samples of a quick method; slow ones get fewer (default: 30)",

@@ -15,6 +15,7 @@ from tiledsched.cli.app import (
     FILE,
     FOLDER,
     CommandGroup,
+    Integer,
     Invocation,
     Seconds,
     arch_option,
@@ -158,11 +159,7 @@ def _is_database(source: str) -> bool:
 )
 @option("--csv", is_flag=True, help="print CSV")
 @option(
-    "--limit",
-    type=click.IntRange(1),
-    default=1000,
-    metavar="N",
-    help="rows to print at most, except as CSV (default: 1000)",
+    "--limit", type=Integer(1), default=1000, metavar="N", help="rows to print at most, except as CSV (default: 1000)"
 )
 @option("--timeout", type=Seconds(), default=60.0, metavar="SECONDS", help="give up after this long (default: 60)")
 def query(run: Invocation, sql: str | None, csv: bool, limit: int, timeout: float) -> None:

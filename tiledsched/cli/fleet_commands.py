@@ -12,6 +12,7 @@ from tiledsched.cli import bench_commands, fleet_output, output, result_commands
 from tiledsched.cli.app import (
     Command,
     CommandGroup,
+    Integer,
     Invocation,
     Seconds,
     arch_option,
@@ -51,7 +52,7 @@ HERE = (
 """Parameters of those commands that the machine which opens a campaign takes care of; the others go to its workers."""
 workers_option = option(
     "--workers",
-    type=click.IntRange(0),
+    type=Integer(0),
     default=0,
     metavar="N",
     help="work without GPUs, on so many problems at a time on each node: only builds and the model's ranking",
@@ -97,7 +98,7 @@ class RunCommand(Command):
 )
 @option(
     "--attempts",
-    type=click.IntRange(1),
+    type=Integer(1),
     default=MOST_ATTEMPTS,
     metavar="N",
     help=f"attempts at one problem (default: {MOST_ATTEMPTS})",

@@ -196,6 +196,8 @@ def arch_limits(arch: str) -> dict[str, int]:
     }
 
 
+WITHOUT_EIGHT_BITS = tuple(arch for arch, spec in ARCHS.items() if not spec.producer_warps)
+"""Archs for which cuTile (1.7) compiles no 8-bit floats: those before sm_90."""
 DEVICES = {
     spec.device: spec
     for spec in (

@@ -13,13 +13,14 @@ import inspect
 import os
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from tiledsched.core.sources import is_library
+from tiledsched.core.modules import is_library
 
 T = TypeVar("T")
 
@@ -65,8 +66,8 @@ class MissingPackageError(TiledschedError, ImportError):
     """A package that is needed is not installed, or cannot be imported. The message ends with the command that installs it."""
 
 
-class CompressedFileError(TiledschedError, RuntimeError):
-    """A file is compressed and should not be. The message says how, and how to unpack it."""
+class FileFormatError(TiledschedError, RuntimeError):
+    """A file is compressed and should not be, or is not text in UTF-8. The message says what to do about it."""
 
 
 class DatabaseError(TiledschedError, RuntimeError):
@@ -256,7 +257,7 @@ def class_line(kernel: type, attribute: str = "") -> str:
     a class that is written in no file."""
     path = getattr(sys.modules.get(kernel.__module__), "__file__", None)
     try:
-        with open(str(path), encoding="utf-8") as file:
+        with tokenize.open(str(path)) as file:
             tree = ast.parse(file.read())
     except (OSError, ValueError, SyntaxError):
         return ""

@@ -37,6 +37,8 @@ DTYPES = tuple(ITEM_BYTES)
 ALSO_CALLED = {"bool": "bool_", "tf32": "tfloat32", "float4_e2m1fn_x2": "float4_e2m1fn"}
 """Other names of types, as torch and people call them."""
 LAYOUTS = ("row", "column")
+LARGEST_SIZE = 1 << 40
+"""Of a dim that names no largest one. No memory holds so many elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +53,11 @@ class Dim:
 
     def read(self, name: str, value: Any) -> Value:
         """`value`, if the field `name` may have it; raises ValueError with the reason otherwise."""
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if whole and self.least <= value and (self.most is None or value <= self.most):
+        whole, most = isinstance(value, int) and not isinstance(value, bool), self.most or LARGEST_SIZE
+        if whole and self.least <= value <= most:
             return int(value)
-        if whole and self.most is not None and value > self.most:
-            raise ValueError(f"{name} must be at most {self.most}, got {value}")
+        if whole and value > most:
+            raise ValueError(f"{name} must be at most {most}, got {value}")
         least = {0: "an integer of 0 or more", 1: "a positive integer"}.get(
             self.least, f"an integer of {self.least} or more"
         )

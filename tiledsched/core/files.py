@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tiledsched.core.errors import CompressedFileError
+from tiledsched.core.errors import FileFormatError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -134,12 +134,27 @@ def check_plain(path: str | os.PathLike[str], data: bytes) -> bytes:
     """What was read from a file that must not be compressed.
 
     Raises:
-        CompressedFileError: it is.
+        FileFormatError: it is.
     """
     unpack = next((command for magic, command in COMPRESSED.items() if data.startswith(magic)), "")
     if unpack:
-        raise CompressedFileError(f"{os.fspath(path)} is compressed; unpack it first: {unpack} {os.fspath(path)}")
+        raise FileFormatError(f"{os.fspath(path)} is compressed; unpack it first: {unpack} {os.fspath(path)}")
     return data
+
+
+def plain_text(path: str | os.PathLike[str], data: bytes) -> str:
+    """The text that was read from a file in UTF-8, without the mark of byte order that it may begin with.
+
+    Raises:
+        FileFormatError: the file is compressed, or in another encoding.
+    """
+    try:
+        return check_plain(path, data).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise FileFormatError(
+            f"{os.fspath(path)} is not text in UTF-8 (line {line}); save it in that encoding"
+        ) from error
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -148,10 +163,10 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         OSError: the file cannot be read, or is larger than any such file.
         ValueError: the file is not valid TOML. The message says where.
-        CompressedFileError: the file is compressed.
+        FileFormatError: the file is compressed, or not in UTF-8.
     """
     try:
-        return dict(_parsed_toml(check_plain(path, read_bounded(path, MOST_TYPED)).decode("utf-8")))
+        return dict(_parsed_toml(plain_text(path, read_bounded(path, MOST_TYPED))))
     except RecursionError as error:
         raise ValueError(str(error)) from error
 

@@ -48,11 +48,11 @@ from tiledsched.core.fields import (
     dim,
 )
 from tiledsched.core.labels import labels_of
+from tiledsched.core.modules import SHIPPED_KERNELS
 from tiledsched.core.problem import Declaration, KernelClass, Problem, Requirement
 from tiledsched.core.schedule import HINT_KNOBS, PLAIN, Schedule, allowed_hints
 from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.similarity import Similarity
-from tiledsched.core.sources import SHIPPED_KERNELS
 from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
 from tiledsched.core.storage import PACKED, POWERS_OF_TWO, is_float

@@ -34,8 +34,9 @@ from tiledsched.core.errors import (
 from tiledsched.core.extras import remedy
 from tiledsched.core.fields import Value
 from tiledsched.core.files import MOST_TYPED, read_bounded, real_path
+from tiledsched.core.modules import SHIPPED_KERNELS
 from tiledsched.core.problem import FILE_PREFIX, Declaration, KernelClass, Problem, unknown_kernel
-from tiledsched.core.sources import BESIDE, FRONT, SHIPPED_KERNELS
+from tiledsched.core.sources import BESIDE, FRONT
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

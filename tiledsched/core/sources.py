@@ -13,14 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tiledsched.core.files import plain_text, read_bounded
+from tiledsched.core.modules import SHIPPED_KERNELS, is_library
+
 DIGITS = 12
 """Hex digits of a hash."""
-SHIPPED_KERNELS = "tiledsched.kernels."
-"""How the names of the modules begin that declare the kernels that ship."""
 FRONT = "front"
 """The module in the folder of a kernel that ships which has its torch-shaped functions. It is no source of machine code."""
-LIBRARIES = frozenset({"cuda", "torch", "numpy", "cupy", "ml_dtypes", "tiledsched"})
-"""Packages whose source is not part of a kernel."""
 
 
 def source_hash(kernel: type) -> str:
@@ -35,7 +34,7 @@ def source_hash(kernel: type) -> str:
 @functools.lru_cache(maxsize=256)
 def _hash_of(files: tuple[tuple[str, int], ...]) -> str:
     """Hash of the text of files, each with the time of its last change: a command that shows many entries asks for each."""
-    text = "".join(Path(path).read_text(encoding="utf-8") for path, _ in files)
+    text = "".join(plain_text(path, read_bounded(path)) for path, _ in files).replace("\r\n", "\n")
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
@@ -125,7 +124,7 @@ def _files(kernel: type) -> frozenset[str]:
 def _imported(module: ModuleType, folder: str) -> list[ModuleType]:
     """The modules that a module imports as it is loaded: a number taken from one leaves no trace of where it came from."""
     try:
-        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+        tree = ast.parse(read_bounded(str(module.__file__)))
     except (OSError, ValueError, SyntaxError):
         return []
     names = []
@@ -136,9 +135,3 @@ def _imported(module: ModuleType, folder: str) -> list[ModuleType]:
             before = (module.__package__ or "").split(".")[: -node.level + 1 or None] if node.level else []
             names.append(".".join([*before, *filter(None, [node.module])]))
     return [found for name in names if (found := neighbour_module(folder, name)) is not None]
-
-
-def is_library(name: str) -> bool:
-    """Whether a module of this name is part of Python or of a package whose source is not part of a kernel."""
-    top = name.split(".")[0]
-    return (top in LIBRARIES and not name.startswith(SHIPPED_KERNELS)) or top in sys.stdlib_module_names

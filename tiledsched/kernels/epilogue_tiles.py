@@ -41,7 +41,7 @@ class Extras:
     """Whether the TMA unit stores C: the compiler chooses it where it knows that rows are whole groups of 16 elements."""
 
 
-class Entry(NamedTuple):
+class KernelText(NamedTuple):
     """What the text of a kernel is made of."""
 
     operands: str
@@ -57,7 +57,7 @@ def entry_of(tiles, name, kernel, activation, present):
     """A kernel with an epilogue.
 
     Args:
-        tiles: the module of the product's tile code, whose table `ENTRIES` has an `Entry` of that name.
+        tiles: the module of the product's tile code, whose table `ENTRIES` has an `KernelText` of that name.
         name: what the kernel is called.
         kernel: the declaration, which may have a function of an author.
         activation: the name of the activation.

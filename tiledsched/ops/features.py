@@ -217,7 +217,7 @@ def read_scales(q: Any, k: Any, q_scale: Any, k_scale: Any, v_scale: Any, pages:
         )
     if q_scale is None and k_scale is None and v_scale is None:
         return {}
-    if {type(q_scale), type(k_scale)} <= {int, float}:
+    if {type(q_scale), type(k_scale)} <= {int, float} and min(q_scale, k_scale) > 0:
         q_scale, k_scale = None, q_scale * k_scale
     kv_heads = k.shape[-3] if k.ndim > 2 else 1
     sizes: dict[Any, tuple[int, ...]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from tiledsched.core.device import WITHOUT_EIGHT_BITS
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import ALIGNMENT, strides_of
@@ -22,9 +23,6 @@ from tiledsched.serve.execute import launch_plan
 from tiledsched.serve.plan import Decision, Plan, beyond_int32, choose, make_plan, rival_fields
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.schema import Output
-
-BEFORE_EIGHT_BITS = ("sm_80", "sm_86", "sm_89")
-"""Architectures for which cuTile compiles no 8-bit floats."""
 
 
 def plan_key(
@@ -151,8 +149,8 @@ class AttentionCall(NamedTuple):
         reason = unserved(*tensors, None, 0.0)
         if reason:
             return reason
-        if features.k_scale is not None and process.device_facts(q.device.index or 0).arch in BEFORE_EIGHT_BITS:
-            return f"cuTile has no 8-bit floats on {', '.join(BEFORE_EIGHT_BITS)}"
+        if features.k_scale is not None and process.device_facts(q.device.index or 0).arch in WITHOUT_EIGHT_BITS:
+            return f"cuTile has no 8-bit floats on {', '.join(WITHOUT_EIGHT_BITS)}"
         cap = features.softcap or None
         if process.is_invariant() and getattr(features.kernel, "mods", (None, None))[1] is not None:
             raise UnsupportedError(

@@ -21,7 +21,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 from tiledsched.core.canonical import canonical_json
-from tiledsched.core.sources import LIBRARIES
+from tiledsched.core.modules import LIBRARIES
 from tiledsched.core.storage import strides_of
 
 PLAIN = (bool, int, str, type(None))

@@ -19,7 +19,7 @@ from typing import Any, cast
 from tiledsched.core import data_files, registry
 from tiledsched.core.device import arch_named
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
-from tiledsched.core.files import check_plain, from_csv_cell, read_bounded
+from tiledsched.core.files import from_csv_cell, plain_text, read_bounded
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -468,9 +468,9 @@ def _named(problem: Problem) -> dict[str, Any]:
 def _of_report(path: Path) -> list[KnownTime]:
     """The rows of a report's schedules.csv, measured and modelled."""
     try:
-        text = io.StringIO(check_plain(path, read_bounded(path)).decode("utf-8"), newline="")
+        text = io.StringIO(plain_text(path, read_bounded(path)), newline="")
         rows = [[*map(from_csv_cell, cells)] for cells in csv.reader(text)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, csv.Error) as error:
         raise DatabaseError(f"cannot read {path}: {error}") from error
     head = rows[0] if rows else []
     if lacking := next((name for name in NEEDED if name not in head), ""):

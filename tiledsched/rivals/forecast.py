@@ -8,7 +8,8 @@ Times are stored as logarithms of their ratio to an estimate: ours to what the p
 to the mean of what the GPU's rates allow and what the model gives for our default schedule; where no file ships, for the one
 of ours that serves, because default schedules take long to find. The ratio on another problem is
 interpolated from the nearest timed ones by kriging: the best linear unbiased estimate where values agree the more the nearer two
-problems are. Its standard error is the spread. No problem is fitted alone.
+problems are. Its standard error is the spread. No problem is fitted alone. No forecast is shorter than arithmetic takes at the
+share of its nominal rate that products reach; none of the programs in the tables that ship was faster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cost import LAUNCH_US, tensor_rate
+from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, tensor_rate
 from tiledsched.core.device import ArchSpec, arch_spec
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
@@ -116,21 +117,21 @@ class TimedProblems:
         Args:
             p: the problem.
             ours_us: what the model gives for the schedule that is served.
-            default_us: what it gives for the default schedule.
+            default_us: what it gives for the default schedule of the problem as which `p` is timed (`Cost.timed_as`).
         """
         place = _features(p)
         if not place or not self._rows:
             return {}
         apart = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        floor = floor_us(p, self._spec)
-        base = base_us(p, default_us if self._by_default else ours_us, self._spec)
+        least_us = floor_us(p, self._spec, EFFICIENCY)
+        base = base_us(p.declaration.cost.timed_as(p), default_us if self._by_default else ours_us, self._spec)
         found = {}
         for name, above in self._above.items():
             near = self._nearest(above, apart)
             if len(near):
                 value, spread = self._interpolated(above[near], near, apart)
                 found[name] = Forecast(
-                    us=max(floor, math.exp(value) * (ours_us if name == OURS else base)),
+                    us=max(least_us, math.exp(value) * (ours_us if name == OURS else base)),
                     spread=spread,
                     host_us=self._host_us[name],
                     cases=len(near),
@@ -174,9 +175,15 @@ def _features(p: Problem) -> tuple[float, ...]:
     return tuple(p.declaration.similarity.timing_features(p))
 
 
-def floor_us(p: Problem, spec: ArchSpec) -> float:
-    """What the GPU's rates allow, in microseconds: of a launch, and of arithmetic or memory, whichever is longer."""
-    compute_us = p.flops / (spec.tensor_flops * tensor_rate(p) * spec.sm_count * spec.clock_ghz * 1e3)
+def floor_us(p: Problem, spec: ArchSpec, share: float = 1.0) -> float:
+    """What the GPU's rates allow, in microseconds: of a launch, and of arithmetic or memory, whichever is longer.
+
+    Args:
+        p: the problem.
+        spec: of the GPU.
+        share: of the rate of arithmetic that is reached.
+    """
+    compute_us = p.flops / (share * spec.tensor_flops * tensor_rate(p) * spec.sm_count * spec.clock_ghz * 1e3)
     return LAUNCH_US + max(compute_us, p.min_bytes / (spec.dram_gbps * 1e3))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
-from tiledsched.core.files import check_plain, csv_text, from_csv_cell, read_bounded, write_whole
+from tiledsched.core.files import check_plain, csv_text, from_csv_cell, plain_text, read_bounded, write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.estimate import Timing
@@ -212,7 +212,7 @@ def read_rows(path: Path) -> list[BenchRow]:
     found: dict[tuple[Cell, str, str], BenchRow] = {}
     try:
         data = check_plain(path, read_bounded(path))
-        whole = data[: data.rfind(b"\n") + 1].decode("utf-8")
+        whole = plain_text(path, data[: data.rfind(b"\n") + 1])
         for cells in csv.DictReader(io.StringIO(whole, newline="")):
             row = BenchRow.from_csv({name: from_csv_cell(cell) for name, cell in cells.items()})
             found.pop((row.cell, row.method, row.compiler), None)

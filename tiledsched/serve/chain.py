@@ -18,6 +18,7 @@ from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, allowed_hints
 from tiledsched.core.similarity import batch_distance
+from tiledsched.core.space_files import space_for
 from tiledsched.rivals.offers import (
     REACH,
     Offer,
@@ -399,8 +400,11 @@ class Rivals(Link):
         raced = min((apart for apart, _ in raced_near(problem, question.alike)), default=math.inf)
         enough = REACH if table.kernel.timed_with else NEAR_ENOUGH  # on its own problems
         if raced > enough and table.spec and table.timed:
-            ours_us = table.modelled_us(problem, served.schedule)
-            forecasts = table.timed.forecast(problem, ours_us, table.modelled_us(problem, question.default))
+            alike, default = table.kernel.cost.timed_as(problem), question.default
+            if alike is not problem:
+                default = space_for(table.arch, alike.declaration).default(alike)
+            ours_us, default_us = table.modelled_us(problem, served.schedule), table.modelled_us(alike, default)
+            forecasts = table.timed.forecast(problem, ours_us, default_us)
             if forecasts:
                 return replace(served, rivals=forecast_offers(table.kernel, forecasts))
         known = served.expected_loss

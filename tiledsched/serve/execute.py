@@ -281,6 +281,7 @@ def explain_plan(plan: Plan, tensors: tuple[Any, ...], *, verify: bool) -> Expla
         captured=plan.captured_served,
         launched_fingerprint=fingerprint,
         compiling=any(not each.is_done for kernel, *_ in plan.steps for each in getattr(kernel, "builds", ())),
+        schedule_class=process.table(plan.problem.declaration).schedule_class,
         controls=process.settings().sources,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tiledsched.build.compiler import export
+from tiledsched.core.config import EXACT, INVARIANT
 from tiledsched.core.device import arch_spec
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, rate_text
@@ -41,6 +42,8 @@ class Explanation:
     """Fingerprint of the machine code that a launch with these very tensors runs; empty unless it was compiled to know it."""
     compiling: bool = False
     """Whether the program is being compiled by another process, so that torch, or a rival, computes meanwhile."""
+    schedule_class: str = EXACT
+    """What entries must be of to be served: an accuracy class, or `invariant`."""
     controls: Mapping[str, str] = field(default_factory=dict)
     """By setting or knob, where its value was read; all others have their defaults."""
 
@@ -73,7 +76,10 @@ class Explanation:
         if any(problem_class(kernel, each, schedule, device) == alike for each in gated):
             return ""
         which = f"sizes like these, only for {gated[0]}" if gated else "any size"
-        command = f"tiledsched tune {command_word(kernel)} -p {format_problem(self.problem)}"
+        asked = {EXACT: "", INVARIANT: " --numerics invariant"}.get(
+            self.schedule_class, f" --accum-mode {self.schedule_class}"
+        )
+        command = f"tiledsched tune {command_word(kernel)} -p {format_problem(self.problem)}{asked}"
         return f"no accuracy gate has run this schedule on a GPU for {which}; run: {command}"
 
     def to_json(self) -> dict[str, Any]:
@@ -230,6 +236,7 @@ def explain_problem(
         device_name=device_name,
         served=table.resolve(problem, arch, device_name),
         captured=table.resolve_captured(problem, arch, device_name),
+        schedule_class=table.schedule_class,
         controls=controls or {},
     )
 

@@ -108,6 +108,11 @@ class LookupTable:
         self._tables: dict[str, ArchTable] = {}
         self._answers: dict[tuple[Problem, str, str], Served] = {}
 
+    @property
+    def schedule_class(self) -> str:
+        """What entries must be of to be served: an accuracy class, or `invariant`."""
+        return INVARIANT if self._invariant else str(self._options.get("accum_mode", EXACT_CLASS))
+
     def device_names(self, arch: str) -> list[str]:
         """The GPUs of an arch on which something was measured."""
         names = {entry.device_name for entry in self._by_arch.get(arch, ()) if entry.device_name}

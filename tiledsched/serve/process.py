@@ -45,6 +45,11 @@ def read_device(index: int) -> Device:
     return Device(name=properties.name, arch=arch, sm_count=properties.multi_processor_count)
 
 
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured. Where CUDA is not used yet, or not there, torch may raise an error."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(kw_only=True, eq=False, slots=True)  # slots are read fastest
 class Runtime:
     """The functions of CUDA, torch and cuTile through which serving works, and what has been done with them in this process.
@@ -60,7 +65,7 @@ class Runtime:
     """The stream that is current on a device; None in a build without CUDA."""
     on_device: Callable[[int], AbstractContextManager[Any]] = torch.cuda.device
     """Makes a device the current one."""
-    is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+    is_capturing: Callable[[], bool] = _is_capturing
     """Whether a CUDA graph is being captured."""
     synchronize: Callable[[int], None] = torch.cuda.synchronize
     """Waits for everything that was queued on a device."""

@@ -240,7 +240,7 @@ class _Rows:
 
     def __init__(self, lists: dict[str, list[Any]], name: str) -> None:
         self._lists, self._name = lists, name
-        self._entries = [*map(_read, lists["entries"])]
+        self._entries = [_read(row, f"{name}: entries[{i}]") for i, row in enumerate(lists["entries"])]
         self._named = {
             row["measurement"]
             for row in self._entries
@@ -296,14 +296,17 @@ def _lists(text: str | bytes | bytearray, name: str) -> dict[str, list[Any]]:
         whole = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         if whole.keys() == {*LISTS, "schema_version"} and bytes(whole["schema_version"]) == b"%d" % SCHEMA_VERSION:
             return {key: msgspec.json.decode(whole[key], type=list[msgspec.Raw]) for key in LISTS}
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         pass
     return _parsed(text, name)
 
 
-def _read(row: Any) -> Any:
+def _read(row: Any, where: str) -> Any:
     """A row of a list."""
-    return msgspec.json.decode(row) if isinstance(row, msgspec.Raw) else row
+    try:
+        return msgspec.json.decode(row) if isinstance(row, msgspec.Raw) else row
+    except UnicodeDecodeError as error:
+        raise DatabaseError(f"{where} is not in UTF-8: {error}; {OTHER_FILE}") from error
 
 
 def _parsed(text: str | bytes | bytearray, name: str) -> dict[str, Any]:
@@ -338,7 +341,10 @@ def _parsed(text: str | bytes | bytearray, name: str) -> dict[str, Any]:
 
 
 def _rows(cls: type[Record], rows: list[Any], where: str) -> Iterator[Record]:
-    return (decode(cls, _portable(_read(row), f"{where}[{i}]"), f"{where}[{i}]") for i, row in enumerate(rows))
+    return (
+        decode(cls, _portable(_read(row, f"{where}[{i}]"), f"{where}[{i}]"), f"{where}[{i}]")
+        for i, row in enumerate(rows)
+    )
 
 
 def _portable(row: Any, where: str) -> Any:

@@ -19,7 +19,7 @@ from tiledsched.build.toolchain import Toolchain, check_arch, installed_toolchai
 from tiledsched.core import config
 from tiledsched.core.config import Settings, load_settings
 from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
-from tiledsched.core.files import check_plain, read_bounded
+from tiledsched.core.files import plain_text, read_bounded
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import KnobValue
 from tiledsched.core.space import SearchSpace
@@ -293,9 +293,7 @@ def read_candidates(
     inline = is_list(str(source))
     path = Path("the list" if inline else source)
     try:
-        text = (
-            str(source) if inline else check_plain(path, read_bounded(path, MAX_CANDIDATES_BYTES)).decode("utf-8-sig")
-        )
+        text = str(source) if inline else plain_text(path, read_bounded(path, MAX_CANDIDATES_BYTES))
         listed, left_out = configurations(text, path.name, space.knobs)
     except (OSError, ValueError, RecursionError, DatabaseError) as error:
         raise ConfigError(f"cannot read candidates from {path}: {error}") from error

@@ -28,6 +28,11 @@ WIDE_HEAD, SMALL_TILE = 128, 32
 Q8_TILE = {"tile_m": 64, "tile_n": 128, "occupancy": 2, "num_worker_warps": 4}
 Q8_WIDE_TILE = {"tile_m": 128, "tile_n": 64, "occupancy": 1, "num_worker_warps": 8}
 """Tiles for queries in 8 bits, and for those whose rows are wide, for which two blocks have too few registers."""
+Q8_LONG_TILE = {"tile_m": 128, "tile_n": 128, "occupancy": 1, "num_worker_warps": 8}
+Q8_LONG_CAUSAL = Q8_LONG_TILE | {"persistent": "snake", "store_late": True, "block_order": "reversed"}
+Q8_LONG_KEYS, Q8_LONG_ROWS = 4096, 65536
+"""Tiles that are faster for queries in 8 bits of 128 columns from 8192 keys on and slower at 2048, so that they serve above the
+length between the two; of at least as many rows of all heads and sequences as were timed."""
 TIMING_OCTAVES = (3.0, 7.5, 6.0, 9.0, 2.25)
 """Octaves of rows, keys, key heads, group and columns over which ratios of times lose about half of what they have in common.
 With these, 802 problems predict each other about best (docs/results/serving.md)."""
@@ -175,12 +180,11 @@ class AttentionSimilarity(Similarity):
         queries in 8 bits tiles are those that were fastest of a few on an H200, or, of wide rows, some that do not spill.
         """
         if p.q8:
-            tile = Q8_TILE if max(p.tile_d, p.tile_v) <= WIDE_HEAD else Q8_WIDE_TILE
-            return default.replace(
-                **tile,
-                loop_split=skips_keys(p) or p.spanned or p.seq_k % tile["tile_n"] != 0,
-                block_order="swizzled" if p.causal else "natural",
-            )
+            wide, long = max(p.tile_d, p.tile_v) > WIDE_HEAD, Q8_LONG_CAUSAL if p.causal else Q8_LONG_TILE
+            tile: dict[str, Any] = Q8_WIDE_TILE if wide else long if is_long(p) else Q8_TILE
+            masked = skips_keys(p) or p.spanned or p.seq_k % tile["tile_n"] != 0
+            order = "swizzled" if p.causal else "natural"
+            return default.replace(**{"loop_split": masked, "block_order": order} | tile)
         if p.mean_rows > FEW_ROWS:
             if p.tile_d <= WIDE_HEAD or not copies_rows(p):
                 return None
@@ -208,6 +212,12 @@ def skips_keys(p: Any) -> bool:
     visit. Both mask some steps, may have a loop of their own for these, and may start with the longest blocks.
     """
     return bool(p.causal or p.listed)
+
+
+def is_long(p: Any) -> bool:
+    """Whether tiles of 128 rows serve queries in 8 bits: those of 128 columns over many keys, in as many rows as were timed."""
+    rows = p.sequences * p.heads * p.mean_rows
+    return p.tile_d == WIDE_HEAD and not p.window and p.mean_keys > Q8_LONG_KEYS and rows >= Q8_LONG_ROWS
 
 
 def octaves_apart(first: int, second: int) -> float:

@@ -28,10 +28,11 @@ from tiledsched.core.copies import codes_in
 from tiledsched.core.errors import DeclarationError, ProblemError, author_line, function_line
 from tiledsched.core.fields import ArrayField
 from tiledsched.core.kernel import check_array
+from tiledsched.core.modules import is_library
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.shapes import split_shape
-from tiledsched.core.sources import compiled, is_library
+from tiledsched.core.sources import compiled
 from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
@@ -127,13 +128,14 @@ def source_of(function: FunctionType, what: str) -> str:
     """The text of a function without comments, docstrings and places.
 
     Raises:
-        DeclarationError: its text lies in no file.
+        DeclarationError: its text lies in no file in UTF-8.
     """
     try:
         return _text_of(inspect.unwrap(function).__code__)
     except (OSError, SyntaxError, TypeError) as error:
         raise DeclarationError(
-            f"{what}: the text of {function.__qualname__} lies in no file, and the compiler reads it; put it into one"
+            f"{what}: the text of {function.__qualname__} lies in no file that is in UTF-8, and the compiler reads it; put it "
+            "into one"
         ) from error
 
 

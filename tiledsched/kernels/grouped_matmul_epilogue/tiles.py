@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.epilogue_tiles import Entry, finished
+from tiledsched.kernels.epilogue_tiles import KernelText, finished
 from tiledsched.kernels.grouped_matmul.tiles import (
     GroupedConstants as GroupedConstants,
     rows_of,
@@ -21,7 +21,7 @@ from tiledsched.kernels.products import Bool as Bool, Int as Int
 
 CONSTANTS = ("TILE_M", "TILE_N", "TILE_K", "GROUP_M", "LATENCY", "SWAP", "STORE_VIEW", "ALIGNED")
 ENTRIES = {
-    "grouped_matmul_epilogue": Entry(
+    "grouped_matmul_epilogue": KernelText(
         "A B Gate Tiles",
         (*CONSTANTS, "PERSISTENT"),
         f"schedule_tiles(A, B, Gate, Tiles, C, finish, extras, GroupedConstants({', '.join(CONSTANTS)}), PERSISTENT)",

@@ -47,7 +47,7 @@ def matmul(
         arrays: contiguous tensors that `epilogue` reads with `ct.gather`, in this order.
 
     Returns:
-        `[..., m, n]`, of the type of the inputs, or float8_e4m3fn. It is differentiable in all tensors that have its type, once,
+        `[..., m, n]`, of the type of the inputs, or float8_e4m3fn. It is differentiable in all tensors that have its type, twice,
         unless there is an `out_scale` or an `epilogue`; the gradients recompute the sums that they need.
 
     Raises:

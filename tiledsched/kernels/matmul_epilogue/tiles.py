@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.epilogue_tiles import Entry, finished
+from tiledsched.kernels.epilogue_tiles import KernelText, finished
 from tiledsched.kernels.matmul.tiles import MatmulConstants as MatmulConstants, copy_tile, main_loop, row_view
 from tiledsched.kernels.products import (
     Bool as Bool,
@@ -29,16 +29,16 @@ PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LAT
 SUM = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")
 SCHEDULE = "schedule_tiles(A, B, Gate, C, extras, MatmulConstants({}, 1{}))"
 ENTRIES = {
-    "matmul_epilogue": Entry("A B Gate", (*PRODUCT, "TMA_STORE"), SCHEDULE.format(", ".join(PRODUCT), "")),
-    "matmul_epilogue_in_shares": Entry(
+    "matmul_epilogue": KernelText("A B Gate", (*PRODUCT, "TMA_STORE"), SCHEDULE.format(", ".join(PRODUCT), "")),
+    "matmul_epilogue_in_shares": KernelText(
         "A B Gate", (*PRODUCT, "TMA_STORE", "SHARES"), SCHEDULE.format(", ".join(PRODUCT), ", SHARES")
     ),
-    "matmul_epilogue_padded": Entry(
+    "matmul_epilogue_padded": KernelText(
         "PaddedA PaddedB PaddedGate",
         (*PRODUCT, "TMA_STORE"),
         SCHEDULE.format(", ".join(PRODUCT), "").replace("A, B, Gate", "PaddedA, PaddedB, PaddedGate"),
     ),
-    "combine_epilogue": Entry("Partial", SUM, f"combine(Partial, C, extras, {', '.join(SUM)})"),
+    "combine_epilogue": KernelText("Partial", SUM, f"combine(Partial, C, extras, {', '.join(SUM)})"),
 }
 ROW_ELEMENTS = 16
 """Elements of which rows of C are multiples where the TMA unit stores them."""
