@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tiledsched.kernels.product_schedules import row_bytes
+from tiledsched.ops.backward import register
 from tiledsched.ops.front import multiply, operator, takes_tensors
+from tiledsched.ops.product_gradients import Steps, differentiate
+
+GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities on which torch's grouped product is a kernel that reads the groups' ends on the GPU."""
 
 
 @takes_tensors
@@ -40,7 +48,9 @@ def grouped_matmul(
         residual: `[tokens, n]`, of the same type.
 
     Returns:
-        `[tokens, n]`, of the type of the inputs, or float8_e4m3fn, without gradients. Rows from the last offset on are undefined.
+        `[tokens, n]`, of the type of the inputs, or float8_e4m3fn. Rows from the last offset on are undefined. It is differentiable
+        as :func:`tiledsched.matmul`, but the gradients of weights and bias are those of first order alone. Rows of `a` from the
+        last offset on get gradients of 0, and so do the weights and the bias of an empty group.
 
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
@@ -50,3 +60,60 @@ def grouped_matmul(
         return out
     parts = bias, activation, gate, residual, out_scale
     return multiply("grouped_matmul_epilogue", (a, b, offsets), epilogue, arrays, *parts)
+
+
+def _groups_product(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """x[rows of g].t() @ y[rows of g] for each group g, `[groups, columns of x, columns of y]`; zeros for an empty group.
+
+    torch's grouped product takes bfloat16 and rows of whole groups of 16 bytes, with which others are filled up. What it does not
+    take, float16 and other GPUs, is a product for each group, whose rows are counted on the host.
+    """
+    known = not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] in GROUPED_CAPABILITIES
+    if x.dtype == torch.bfloat16 and known and x.numel():
+        made = torch._grouped_mm(_aligned(x).t(), _aligned(y), offs=offsets)
+        return made[:, : x.shape[1], : y.shape[1]].contiguous()
+    ends = itertools.pairwise([0, *offsets.tolist()])
+    return torch.stack([x[begin:end].t() @ y[begin:end] for begin, end in ends])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The same rows, each of which starts at a multiple of 16 bytes."""
+    if row_bytes(x.shape[1]):
+        return torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
+    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) >= x.shape[1]
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+_groups_operator = register(
+    "grouped_matmul_weights",
+    "(Tensor x, Tensor y, Tensor offsets) -> Tensor",
+    _groups_product,
+    lambda x, y, offsets: x.new_empty((offsets.shape[0], x.shape[1], y.shape[1])),
+    lambda x, y, offsets, out_val: 2 * x.numel() * y.shape[1],
+    "second derivatives of grouped_matmul are asked for, which it does not have; detach the gradients of its weights and bias",
+)
+
+
+def _steps(given: dict[str, Tensor]) -> Steps:
+    a, ends, bias = given["A"], given["Offsets"], given.get("Bias")
+    rows = torch.arange(len(a), dtype=ends.dtype, device=a.device)
+
+    def product(x: Tensor, b: Tensor) -> Tensor:
+        made: Tensor = operator("grouped_matmul")(x, b, ends)
+        return made
+
+    def weights(d: Tensor, b: Tensor) -> Tensor:
+        found: Tensor = _groups_operator(d, a, ends).mT if b.stride(1) == 1 else _groups_operator(a, d, ends)
+        return found  # lies as b does, so that what accumulates gradients copies nothing
+
+    return Steps(
+        product,
+        weights=weights,
+        bias=lambda d: _groups_operator(d.new_ones(len(d), 1), d, ends)[:, 0],
+        added=None if bias is None else bias[torch.searchsorted(ends, rows, right=True).clamp_(max=len(bias) - 1)],
+        # The product leaves rows from the last end on as they are in memory, NaNs among them.
+        finished=lambda found: found.masked_fill_((rows >= ends[-1])[:, None], 0),
+    )
+
+
+differentiate(("grouped_matmul", "grouped_matmul_epilogue"), ("A", "B", "Offsets"), _steps)
