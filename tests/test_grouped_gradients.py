@@ -64,9 +64,13 @@ def formula(a, b, ends, bias=None, activation="none", gate=None, residual=None):
 
 
 def ours(a, b, ends, gate=None, **rest):
-    out = ts.grouped_matmul(a, b.mT, torch.tensor(ends, dtype=torch.int32), gate=None if gate is None else gate.mT, **rest)
+    out = ts.grouped_matmul(
+        a, b.mT, torch.tensor(ends, dtype=torch.int32), gate=None if gate is None else gate.mT, **rest
+    )
     # What is undefined has no influence, whatever is in memory.
-    return torch.where((torch.arange(len(a)) < ends[-1])[:, None], out, rest.get("residual", torch.zeros(())).to(out.dtype))
+    return torch.where(
+        (torch.arange(len(a)) < ends[-1])[:, None], out, rest.get("residual", torch.zeros(())).to(out.dtype)
+    )
 
 
 def gradients(call, ends, given, words, dtype):

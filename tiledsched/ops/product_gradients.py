@@ -1,4 +1,7 @@
-"""The gradients of matrix products, plain and with what follows them: the sums are computed anew, and torch's formulae applied."""
+"""The gradients of matrix products, plain and with what follows them.
+
+The sums are computed anew, and torch's formulae applied to them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def differentiate(kernels: tuple[str, ...], read: tuple[str, ...], steps_of: Ste
 def _gradients(
     read: tuple[str, ...], pinned: Mapping[str, Any], steps_of: StepsOf, ctx: Any, d: Tensor
 ) -> tuple[Any, ...]:
-    """The gradients of the arrays, in the order in which the operator takes them."""
+    """The gradients of the arrays that an operator reads, in the order in which it takes them."""
     if pinned.get("out_dtype") == E4M3:
         raise UnsupportedError("a result of 8 bits has no gradients; leave out out_scale where gradients are required")
     names = [*read, *(name for name in ARRAYS if pinned.get(name.lower()))]

@@ -15,7 +15,7 @@ from tiledsched.ops.front import multiply, operator, takes_tensors
 from tiledsched.ops.product_gradients import Steps, differentiate
 
 GROUPED_CAPABILITIES = (9, 10)
-"""Major compute capabilities on which torch's grouped product is a kernel that reads the groups' ends on the GPU."""
+"""Major compute capabilities on which torch's grouped product reads the groups' ends on the GPU."""
 
 
 @takes_tensors
@@ -48,9 +48,9 @@ def grouped_matmul(
         residual: `[tokens, n]`, of the same type.
 
     Returns:
-        `[tokens, n]`, of the type of the inputs, or float8_e4m3fn. Rows from the last offset on are undefined. It is differentiable
-        as :func:`tiledsched.matmul`, but the gradients of weights and bias are those of first order alone. Rows of `a` from the
-        last offset on get gradients of 0, and so do the weights and the bias of an empty group.
+        `[tokens, n]`, of the type of the inputs, or float8_e4m3fn. Rows from the last offset on are undefined. It is
+        differentiable as :func:`tiledsched.matmul`. Rows of `a` from the last offset on get gradients of 0, and so do the weights
+        and the bias of an empty group.
 
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
@@ -68,16 +68,19 @@ def _groups_product(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     torch's grouped product takes bfloat16 and rows of whole groups of 16 bytes, with which others are filled up. What it does not
     take, float16 and other GPUs, is a product for each group, whose rows are counted on the host.
     """
-    known = not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] in GROUPED_CAPABILITIES
-    if x.dtype == torch.bfloat16 and known and x.numel():
+    major = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else None
+    if x.dtype == torch.bfloat16 and major in (None, *GROUPED_CAPABILITIES) and x.numel():
         made = torch._grouped_mm(_aligned(x).t(), _aligned(y), offs=offsets)
+        if major != 9:
+            # On sm_100 the matrices of empty groups may be what was in memory: github.com/pytorch/pytorch/issues/172439
+            made.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0)[:, None, None], 0)
         return made[:, : x.shape[1], : y.shape[1]].contiguous()
     ends = itertools.pairwise([0, *offsets.tolist()])
     return torch.stack([x[begin:end].t() @ y[begin:end] for begin, end in ends])
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The same rows, each of which starts at a multiple of 16 bytes."""
+    """A matrix of 16-bit numbers, perhaps with columns of zeros behind it, whose rows start at multiples of 16 bytes."""
     if row_bytes(x.shape[1]):
         return torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
     fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) >= x.shape[1]
