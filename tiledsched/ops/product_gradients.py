@@ -29,7 +29,7 @@ class Steps(NamedTuple):
     added: Tensor | None
     """What the bias adds to the product; None without a bias."""
     finished: Callable[[Tensor], Tensor]
-    """Of the gradient of A, as products leave it, what is returned."""
+    """From the gradient of A, as products leave it, to what is returned."""
 
 
 StepsOf = Callable[[dict[str, Tensor]], Steps]
