@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiledsched.kernels.product_schedules import row_bytes
 from tiledsched.ops.backward import register
-from tiledsched.ops.front import multiply, operator, takes_tensors
-from tiledsched.ops.product_gradients import Steps, differentiate
+from tiledsched.ops.front import Steps, differentiate, multiply, operator, takes_tensors
 
 GROUPED_CAPABILITIES = (9, 10)
 """Major compute capabilities on which torch's grouped product reads the groups' ends on the GPU."""
@@ -81,10 +79,13 @@ def _groups_product(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 def _aligned(x: Tensor) -> Tensor:
     """A matrix of 16-bit numbers, perhaps with columns of zeros behind it, whose rows start at multiples of 16 bytes."""
-    if row_bytes(x.shape[1]):
-        return torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
-    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) >= x.shape[1]
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    fits = (
+        x.stride(1) == 1
+        and (x.shape[1] | x.stride(0)) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) >= x.shape[1]
+    )
+    return x if fits else torch.nn.functional.pad(x.contiguous(), (0, -x.shape[1] % 8))
 
 
 _groups_operator = register(
@@ -100,18 +101,10 @@ _groups_operator = register(
 def _steps(given: dict[str, Tensor]) -> Steps:
     a, ends, bias = given["A"], given["Offsets"], given.get("Bias")
     rows = torch.arange(len(a), dtype=ends.dtype, device=a.device)
-
-    def product(x: Tensor, b: Tensor) -> Tensor:
-        made: Tensor = operator("grouped_matmul")(x, b, ends)
-        return made
-
-    def weights(d: Tensor, b: Tensor) -> Tensor:
-        found: Tensor = _groups_operator(d, a, ends).mT if b.stride(1) == 1 else _groups_operator(a, d, ends)
-        return found  # lies as b does, so that what accumulates gradients copies nothing
-
     return Steps(
-        product,
-        weights=weights,
+        lambda x, b: operator("grouped_matmul")(x, b, ends),
+        # It lies as B does, so that what accumulates gradients copies nothing.
+        weights=lambda d, b: _groups_operator(d, a, ends).mT if b.stride(1) == 1 else _groups_operator(a, d, ends),
         bias=lambda d: _groups_operator(d.new_ones(len(d), 1), d, ends)[:, 0],
         added=None if bias is None else bias[torch.searchsorted(ends, rows, right=True).clamp_(max=len(bias) - 1)],
         # The product leaves rows from the last end on as they are in memory, NaNs among them.

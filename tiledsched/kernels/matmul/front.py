@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tiledsched.ops.front import check_shape, flat_rows, multiply, operator, takes_tensors
-from tiledsched.ops.product_gradients import Steps, differentiate
+from tiledsched.ops.front import Steps, check_shape, differentiate, flat_rows, multiply, operator, takes_tensors
 
 
 @takes_tensors
