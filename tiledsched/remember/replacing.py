@@ -1,8 +1,9 @@
 """Puts `exhaustive_search` of this package in the place of cuTile's, and answers FlashInfer's tuner of mixtures of experts.
 
 That tuner, `AutoTuner`, looks for a tactic (`search_cache`). If it finds none and may tune, it times tactics and keeps the
-fastest (`_cache_profile_result`). What it keeps is stored, and put where it has what it read from files of its own. A tactic gives
-the tiles of several kernels and says nothing of their code: it holds for one release and source of them, one compiler and one GPU.
+fastest (`_cache_profile_result`). What it keeps is stored, and put where it has what it read from files of its own. A tactic
+gives the tiles of several kernels and says nothing of their code: it holds for one release and source of them, one compiler and
+one GPU.
 """
 
 from __future__ import annotations
@@ -161,16 +162,17 @@ def _store_choice(key: Any, choice: tuple[Any, ...], selection: Any) -> None:
         runner="gpu",
     )
     with TuningDB.open(load_settings().db) as db:
-        entry = Entry(
-            **same,
-            kernel=TUNER,
-            arch=device.arch,
-            device_name=device.name,
-            provenance="measured",
-            measurement_id=db.record_measurement(None, TUNER, source, toolchain, taken),
-            candidates=selection["candidates"],
-            source="FlashInfer's tuner",
-            toolchain=toolchain,
-            source_hash=source,
+        db.put_entry(
+            Entry(
+                **same,
+                kernel=TUNER,
+                arch=device.arch,
+                device_name=device.name,
+                provenance="measured",
+                measurement_id=db.record_measurement(None, TUNER, source, toolchain, taken),
+                candidates=selection["candidates"],
+                source="FlashInfer's tuner",
+                toolchain=toolchain,
+                source_hash=source,
+            )
         )
-        db.put_entry(entry)

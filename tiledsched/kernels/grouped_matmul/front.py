@@ -12,9 +12,6 @@ from torch import Tensor
 from tiledsched.ops.backward import register
 from tiledsched.ops.front import Steps, differentiate, multiply, operator, takes_tensors
 
-GROUPED_CAPABILITIES = (9, 10)
-"""Major compute capabilities on which torch's grouped product reads the groups' ends on the GPU."""
-
 
 @takes_tensors
 def grouped_matmul(
@@ -63,11 +60,12 @@ def grouped_matmul(
 def _groups_product(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """x[rows of g].t() @ y[rows of g] for each group g, `[groups, columns of x, columns of y]`; zeros for an empty group.
 
-    torch's grouped product takes bfloat16 and rows of whole groups of 16 bytes, with which others are filled up. What it does not
-    take, float16 and other GPUs, is a product for each group, whose rows are counted on the host.
+    On compute capabilities 9.x and 10.x torch's grouped product reads the groups' ends on the GPU. It takes bfloat16 and rows of
+    whole groups of 16 bytes, to which others are filled up. Float16 and other GPUs take a product for each group, whose rows are
+    counted on the host.
     """
     major = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else None
-    if x.dtype == torch.bfloat16 and major in (None, *GROUPED_CAPABILITIES) and x.numel():
+    if x.dtype == torch.bfloat16 and major in (None, 9, 10) and x.numel():
         made = torch._grouped_mm(_aligned(x).t(), _aligned(y), offs=offsets)
         if major != 9:
             # On sm_100 the matrices of empty groups may be what was in memory: github.com/pytorch/pytorch/issues/172439
