@@ -173,6 +173,21 @@ def test_one_graph_under_torch_compile(launches, name, dtype, monkeypatch):
             torch.testing.assert_close(one, two)
 
 
+def test_any_number_of_rows_is_compiled_once(launches):
+    def call(x, b, bias, ends):
+        return ts.grouped_matmul(x, b, ends, bias, "silu")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    b, bias = B.clone().requires_grad_(), BIAS.clone().requires_grad_()
+    for rows in (7, 12, 19):
+        x, ends = A[:rows].clone().requires_grad_(), ENDS.clamp(max=rows)
+        with torch._dynamo.config.patch(error_on_recompile=rows > 7):
+            found = torch.autograd.grad(compiled(x, b, bias, ends).sum(), [x, b, bias])
+        for one, two in zip(found, torch.autograd.grad(call(x, b, bias, ends).sum(), [x, b, bias]), strict=True):
+            torch.testing.assert_close(one, two)
+
+
 def test_second_derivatives_of_weights_and_bias_are_refused(launches):
     leaves = [each.clone().requires_grad_() for each in (A, B, BIAS)]
     for _ in range(2):

@@ -71,8 +71,7 @@ def _groups_product(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
             # On sm_100 the matrices of empty groups may be what was in memory: github.com/pytorch/pytorch/issues/172439
             made.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0)[:, None, None], 0)
         return made[:, : x.shape[1], : y.shape[1]].contiguous()
-    ends = itertools.pairwise([0, *offsets.tolist()])
-    return torch.stack([x[begin:end].t() @ y[begin:end] for begin, end in ends])
+    return torch.stack([x[i:j].t() @ y[i:j] for i, j in itertools.pairwise([0, *offsets.tolist()])])
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -98,13 +97,13 @@ _groups_operator = register(
 
 def _steps(given: dict[str, Tensor]) -> Steps:
     a, ends, bias = given["A"], given["Offsets"], given.get("Bias")
-    rows = torch.arange(len(a), dtype=ends.dtype, device=a.device)
+    rows = torch.arange(a.shape[0], dtype=ends.dtype, device=a.device)
     return Steps(
         lambda x, b: operator("grouped_matmul")(x, b, ends),
         # It lies as B does, so that what accumulates gradients copies nothing.
         weights=lambda d, b: _groups_operator(d, a, ends).mT if b.stride(1) == 1 else _groups_operator(a, d, ends),
-        bias=lambda d: _groups_operator(d.new_ones(len(d), 1), d, ends)[:, 0],
-        added=None if bias is None else bias[torch.searchsorted(ends, rows, right=True).clamp_(max=len(bias) - 1)],
+        bias=lambda d: _groups_operator(d.new_ones(d.shape[0], 1), d, ends)[:, 0],
+        added=None if bias is None else bias[torch.searchsorted(ends, rows, right=True).clamp_(max=bias.shape[0] - 1)],
         # The product leaves rows from the last end on as they are in memory, NaNs among them.
         finished=lambda found: found.masked_fill_((rows >= ends[-1])[:, None], 0),
     )
