@@ -54,6 +54,12 @@ def test_packed_sequences_count_each_for_itself() -> None:
     assert counted(out.sum().backward) == sum(sdpa_backward_flop_count(one, one, one, one) for one in shapes)
 
 
+def test_gradients_of_grouped_products_count_two_products() -> None:
+    leaves = [each.clone().requires_grad_() for each in (A[0], OF_TWO)]
+    out = ts.grouped_matmul(*leaves, torch.tensor([10, 40], dtype=INT))
+    assert counted(out.sum().backward) == 2 * (2 * 40 * 64 * 48)
+
+
 Q, CACHE, INT = torch.randn(2, 3, 4, 16).half(), torch.randn(5, 16, 2, 16).half(), torch.int32
 PAGES, LENGTHS = torch.tensor([[0, 1], [4, 2]], dtype=INT), torch.tensor([20, 7], dtype=INT)
 A, B, ONE = torch.randn(3, 40, 64).half(), torch.randn(64, 48).half(), torch.tensor(1.0)

@@ -359,13 +359,14 @@ class _OnceDifferentiable(torch.autograd.Function):
     """An operator where its own inputs require gradients, as under `create_graph`: it raises where these are computed."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, *given: Any) -> Any:
+    def forward(ctx: Any, refusal: str, operator: Any, *given: Any) -> Any:
+        ctx.refusal = refusal
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*given)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise UnsupportedError(NO_SECOND)
+        raise UnsupportedError(ctx.refusal)
 
 
 def _implementation(*given: Any) -> Any:
@@ -396,17 +397,19 @@ def backward_flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given
     return 2 * pairs * int(q.shape[1]) * int(3 * q.shape[3] + 2 * v.shape[3])
 
 
-def register(name: str, schema: str, launch: Any, fake: Any, formula: Any) -> Any:
-    """Define an operator of gradients, which has none of its own, and return it; the arguments are those of
-    :func:`tiledsched.serve.op.define`."""
+def register(name: str, schema: str, launch: Any, fake: Any, formula: Any, refusal: str = NO_SECOND) -> Any:
+    """Define an operator of gradients, which has none of its own, and return it.
+
+    The arguments are those of :func:`tiledsched.serve.op.define`, and what the error says where its own gradients are required.
+    """
     library, operator = define(f"tiledsched::{name}", schema, launch, fake, formula)
 
     def autograd(*given: Any) -> Any:
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
         if has_tangent(tensors):
-            raise UnsupportedError(NO_SECOND)
+            raise UnsupportedError(refusal)
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            return _OnceDifferentiable.apply(operator, *given)
+            return _OnceDifferentiable.apply(refusal, operator, *given)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*given)
 

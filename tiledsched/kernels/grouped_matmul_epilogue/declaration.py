@@ -59,6 +59,9 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):  # type: ignore[mi
     space = GroupedMatmul.name
     derived = GroupedMatmul.derived | DERIVED
 
+    C = ts.out(
+        "tokens n", dtype="out_dtype"
+    )  # sizes of results are those of fields, so that any number of rows is traced once
     Bias = ts.array("experts n", when="bias")
     Gate = ts.array("experts k n", layout="b_layout", when="gate")
 

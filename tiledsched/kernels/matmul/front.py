@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tiledsched.core.errors import UnsupportedError
-from tiledsched.kernels.epilogues import ACTIVATIONS, ARRAYS, E4M3
-from tiledsched.ops.front import GRADIENTS, check_shape, flat_rows, multiply, operator, takes_tensors
+from tiledsched.ops.front import Steps, check_shape, differentiate, flat_rows, multiply, operator, takes_tensors
 
 
 @takes_tensors
@@ -67,44 +63,15 @@ def matmul(
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], out.shape[-1])
 
 
-def _gradients(pinned: Mapping[str, Any], ctx: Any, d: Tensor) -> tuple[Any, ...]:
-    """The gradients of A, B and the arrays of the epilogue, in the order in which the operator takes them. The sums are computed
-    anew, and torch's formulae applied to them."""
-    if pinned.get("out_dtype") == E4M3:
-        raise UnsupportedError("a result of 8 bits has no gradients; leave out out_scale where gradients are required")
-    names = ["A", "B", *(name for name in ARRAYS if pinned.get(name.lower()))]
-    given = dict(zip(names, ctx.saved_tensors, strict=False))
-    wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
-    product, activation = operator("matmul"), ACTIVATIONS[pinned.get("activation", "none")]
-    aten, found, factors = torch.ops.aten, {"Residual": d}, {}
-
-    def sums() -> Tensor:
-        made: Tensor = product(given["A"], given["B"])
-        return made + given["Bias"] if "Bias" in given else made
-
-    if "Gate" in given:
-        gate = product(given["A"], given["Gate"])
-        factors["Gate"] = activation.slope(aten, d * sums(), gate)
-        d = d * activation.torch(torch.nn.functional, gate)
-    elif pinned.get("activation", "none") != "none":
-        d = activation.slope(aten, d, sums())
-    if wanted.get("Bias"):
-        found["Bias"] = d.sum(0)
-    factors["B"] = d
-    found |= {name: product(given["A"].t(), each) for name, each in factors.items() if wanted[name]}
-    if wanted["A"]:
-        found["A"] = functools.reduce(torch.add, [product(each, given[name].t()) for name, each in factors.items()])
-    return tuple([found.get(name) if wanted[name] else None for name in names])
+def _steps(given: dict[str, Tensor]) -> Steps:
+    product = operator("matmul")
+    return Steps(
+        product,
+        weights=lambda d, b: product(given["A"].t(), d),
+        bias=lambda d: d.sum(0),
+        added=given.get("Bias"),
+        finished=lambda found: found,
+    )
 
 
-def _save(pinned: Mapping[str, Any], ctx: Any, inputs: Any, output: Any) -> None:
-    """Save what the gradients read: all before the residual, which may be changed in place."""
-    ctx.save_for_backward(*inputs[: 2 + pinned.get("bias", False) + pinned.get("gate", False)])
-
-
-GRADIENTS |= dict.fromkeys(
-    ("matmul", "matmul_epilogue"),
-    lambda made, pinned: made.register_autograd(
-        functools.partial(_gradients, pinned), setup_context=functools.partial(_save, pinned)
-    ),
-)
+differentiate(("matmul", "matmul_epilogue"), ("A", "B"), _steps)
