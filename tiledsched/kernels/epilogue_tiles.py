@@ -82,8 +82,8 @@ def entry_of(tiles, name, kernel, activation, present):
     return compiled(f"<{name} of {kernel.name} {activation} {' '.join(present)}>", "\n".join(lines), names, name)
 
 
-BOOLEANS = ("PERSISTENT", "TMA_STORE", "COMBINE_EVEN", "SWAP", "STORE_VIEW", "ALIGNED", "fast_accum")
-BOOLEANS += ("ROW_SCALES", "BLOCK_SCALES", "WHOLE")
+BOOLEANS = {"PERSISTENT", "TMA_STORE", "COMBINE_EVEN", "SWAP", "STORE_VIEW", "ALIGNED", "fast_accum"}
+BOOLEANS |= {"ROW_SCALES", "BLOCK_SCALES", "WHOLE"}
 """The constants that are true or false."""
 
 

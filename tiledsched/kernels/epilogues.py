@@ -194,6 +194,7 @@ DERIVED: dict[str, Callable[[Any], bool]] = {
 """Whether the result is divided by a scale and rounded to 8 bits, and whether the TMA unit may store it."""
 CONSTRAINTS = {"not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products"}
 """What every product with an epilogue asks of schedules."""
+WAITS = "the compiler (13.5) waits for every single product in such loops over work tiles"
 
 
 OTHER_EPILOGUE = 0.1
@@ -285,7 +286,12 @@ FUSED = {"none": "addmm", "relu": "_addmm_activation", "gelu_tanh": "_addmm_acti
 def is_fused(p: Any) -> bool:
     """Whether torch lets cuBLAS do the epilogue: a bias, with relu or gelu by tanh behind it, or a residual."""
     more = p.gate or p.quantised or p.declaration.epilogue is not None
-    return p.declaration.fusable and not more and p.bias + p.residual == 1 and p.activation in (FUSED if p.bias else ("none",))
+    return (
+        p.declaration.fusable
+        and not more
+        and p.bias + p.residual == 1
+        and p.activation in (FUSED if p.bias else ("none",))
+    )
 
 
 def fused(p: Any) -> Function:

@@ -51,7 +51,7 @@ def multiply(
     epilogue: Any,
     arrays: Sequence[Tensor],
     *parts: Any,
-    scales: Sequence[Tensor] = (),
+    gate_scales: Sequence[Tensor] = (),
     **more_fields: Any,
 ) -> Tensor:
     """A product with an epilogue.
@@ -62,7 +62,7 @@ def multiply(
         epilogue: an author's own function, or None.
         arrays: what it reads.
         parts: the other arguments of :func:`tiledsched.kernels.epilogues.read_call`.
-        scales: those of the gate, where operands have scales.
+        gate_scales: those of the gate, where operands have scales.
         more_fields: fields of the problem, beside those of the epilogue or in their place.
 
     Raises:
@@ -75,7 +75,9 @@ def multiply(
         product = _own_kernel(
             product, epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays])
         )
-    out: Tensor = operator(product, **fields | more_fields)(flat_rows(first), second, *more, *read, *scales, *arrays)
+    out: Tensor = operator(product, **fields | more_fields)(
+        flat_rows(first), second, *more, *read, *gate_scales, *arrays
+    )
     return out
 
 

@@ -15,6 +15,7 @@ from tiledsched.kernels.epilogues import (
     CONSTRAINTS,
     DERIVED,
     E4M3,
+    WAITS,
     Epilogue,
     EpilogueCost,
     EpilogueSimilarity,
@@ -33,7 +34,6 @@ MODELS: dict[str, tuple[tuple[int, int, Values], ...]] = {
     "gpt2_xl": ((6400, 1600, BIASED | {"activation": "gelu_tanh"}), (1600, 6400, BIASED | ADDED)),
 }
 """Model -> (n, k, epilogue) of its linear layers, from published configurations (Llama 3.1, Qwen 3 and 2.5, GPT-2)."""
-WAITS = "the compiler (13.5) waits for every single product in such loops over work tiles"
 
 
 class MatmulEpilogueCost(EpilogueCost, ProductCost):

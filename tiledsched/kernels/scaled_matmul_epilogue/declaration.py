@@ -1,4 +1,4 @@
-"""The declaration of products of 8-bit floats with an epilogue: that of the plain product, with the fields of `kernels.epilogues`.
+"""The declaration of products of 8-bit floats with an epilogue: that of the plain product, with fields of `kernels.epilogues`.
 
 What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch is asked for.
 """
@@ -6,7 +6,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -20,6 +20,7 @@ from tiledsched.kernels.epilogues import (
     DERIVED,
     E4M3,
     ROW_SCALES,
+    WAITS,
     Epilogue,
     EpilogueCost,
     EpilogueSimilarity,
@@ -41,6 +42,8 @@ MODELS: dict[str, tuple[tuple[int, int, dict[str, Any]], ...]] = {
     "qwen_32b": ((27648, 5120, SWIGLU), (5120, 27648, ADDED), (5120, 5120, ADDED)),
 }
 """Model -> (n, k, epilogue) of its linear layers, from published configurations (Llama 3.1, Qwen 2.5)."""
+LEAST_COLUMNS = 64
+"""Fewest columns of a work tile."""
 
 
 class ScaledMatmulEpilogueCost(EpilogueCost, ScaledMatmulCost):
@@ -51,6 +54,11 @@ class ScaledMatmulEpilogueCost(EpilogueCost, ScaledMatmulCost):
 
 class ScaledMatmulEpilogueSimilarity(EpilogueSimilarity, ScaledMatmulSimilarity):
     """How products of 8-bit floats with epilogues compare."""
+
+    def equivalents(self, p: Any, q: Any, s: Schedule) -> Sequence[Schedule]:
+        """The schedule of a plain product with half the columns, of which a gated one has two products."""
+        halved = q.gate and not p.values.get("gate") and s.number("TILE_N") > LEAST_COLUMNS
+        return [s.replace(TILE_N=s.number("TILE_N") // 2)] if halved else []
 
 
 class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc]  # its reference has more arrays
@@ -66,9 +74,7 @@ class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc
     space = timed_with = ScaledMatmul.name
     out_dtype = ts.dtype("bfloat16", "float16", "float32", E4M3)
     derived = (
-        ScaledMatmul.derived
-        | DERIVED
-        | {"added_dtype": lambda p: "bfloat16" if p.out_dtype == E4M3 else p.out_dtype}
+        ScaledMatmul.derived | DERIVED | {"added_dtype": lambda p: "bfloat16" if p.out_dtype == E4M3 else p.out_dtype}
     )
 
     Bias = ts.array("n", dtype="added_dtype", when="bias")
@@ -77,11 +83,22 @@ class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc
     ScaleGate = ts.array(lambda p: scale_shapes(p)[1], dtype="float32", when="gate")
 
     requires = ScaledMatmul.requires | ROW_SCALES
+    knobs = ScaledMatmul.knobs | {
+        "TILE_N": ts.knob((128, 256, 64), about="columns of a work tile", weight=1.0),
+        "PERSISTENT": ts.knob((False, True), about="whether a block takes several work tiles", weight=0.4),
+    }
     constraints = (
         ScaledMatmul.constraints
         | CONSTRAINTS
-        | {"not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share"}
+        | {
+            "compute_capability != 90 or not PERSISTENT or SWAP or not (gate or (residual and fast_accum))": WAITS,
+            "not gate or fast_accum or 2 * TILE_M * TILE_N <= 2048 * num_worker_warps * num_ctas": (
+                "of sums in two places the compiler (13.5 on sm_90) spills some, or loads one step at a time"
+            ),
+            "not gate or (REST_N == 0 and SPLIT_K == 1)": "work tiles of two products have one part and one share",
+        }
     )
+    exploring = {rule.replace("TILE_N", "(1 + gate) * TILE_N"): why for rule, why in ScaledMatmul.exploring.items()}
     suites = {
         name: [
             {"m": m, "n": n, "k": k, "scales": "row", "fast_accum": True, **epilogue}
@@ -110,8 +127,7 @@ class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc
         sizes = scale_shapes(p)
         shapes = dict(zip(("ScaleA", "ScaleB", "ScaleGate"), (*sizes, sizes[1]), strict=True))
         found = {name: 2.0 ** (2.0 * rng.random(shape, dtype=numpy.float32) - 1.0) for name, shape in shapes.items()}
-        scale = Epilogue.inputs.__func__(cls, xp, rng, p)["Scale"]
-        return found | {"ScaleA": found["ScaleA"] / math.sqrt(p.k), "Scale": scale}
+        return found | {"ScaleA": found["ScaleA"] / math.sqrt(p.k), "Scale": super().inputs(xp, rng, p)["Scale"]}
 
     @staticmethod
     def small() -> list[Problem]:

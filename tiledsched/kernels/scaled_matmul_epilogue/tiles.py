@@ -1,7 +1,7 @@
 """The tile code of products of 8-bit floats with an epilogue: that of the plain product, up to what becomes of the scaled sums.
 
-The order of the work tiles, the main loop, the scales, and the shares of k are those of `kernels.scaled_matmul.tiles`. A gate is a
-second product of the same rows of A, with scales of its own. The TMA unit stores all results.
+The order of the work tiles, the main loop, the scales, and the shares of k are those of `kernels.scaled_matmul.tiles`. A gate is
+a second product of the same rows of A, with scales of its own. The TMA unit stores all results, as it does in the plain product.
 """
 
 # Tile code is typed by cuTile, not by Python.
@@ -12,9 +12,18 @@ from __future__ import annotations
 import cuda.tile as ct
 
 from tiledsched.kernels.epilogue_tiles import Entry, store, store_combined
-from tiledsched.kernels.products import Bool as Bool, Int as Int, column_of, elements_of, part_view, place_of, sum_of_shares
+from tiledsched.kernels.products import (
+    Bool as Bool,
+    Int as Int,
+    column_of,
+    elements_of,
+    part_view,
+    place_of,
+    sum_of_shares,
+)
 from tiledsched.kernels.rows import over_tiles
 from tiledsched.kernels.scaled_matmul.tiles import (
+    ROW_ELEMENTS,
     ScaledConstants as ScaledConstants,
     Scaling as Scaling,
     add_product,
@@ -51,6 +60,7 @@ def multiply(index, tiles_m, tiles_n, arrays, extras, const, scaling):
     """One work tile, start to finish."""
     A, B, ScaleA, ScaleB, Gate, ScaleGate, C = arrays
     work = place_of(index, tiles_m, tiles_n, const)
+    C = C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ROW_ELEMENTS))
     if Gate is None:
         parts = main_loop(A, B, ScaleA, ScaleB, work, const)
         for part in ct.static_iter(range(2 if const.REST_N else 1)):
