@@ -67,6 +67,7 @@ EPILOGUES: dict[str, tuple[Any, ...]] = {
     "gate": FLAG,
     "residual": FLAG,
     "out_dtype": (*HALVES, "float8_e4m3fn"),
+    "out_scales": ("tensor", "row"),
 }
 EIGHT_BIT_QUERIES: dict[str, tuple[Any, ...]] = {
     "seq_q": (65, 129, 300),
@@ -127,6 +128,16 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
         "out_dtype": (*HALVES, "float32"),
         "fast_accum": FLAG,
         "bias": FLAG,
+    },
+    "scaled_matmul_epilogue": {
+        "m": (1, 17, 129, 1000),
+        "n": (16, 144, 1024),
+        "k": (16, 272, 4096),
+        "scales": ("row", "tensor", "block"),
+        "dtype": ("float8_e4m3fn", "float8_e5m2"),
+        "fast_accum": FLAG,
+        **EPILOGUES,
+        "out_dtype": (*HALVES, "float32", "float8_e4m3fn"),
     },
     "grouped_matmul": {
         "tokens": (1, 65, 1000),

@@ -196,6 +196,12 @@ def run_empty(device: str = "cuda") -> list[Outcome]:
             lambda a, b: ts.scaled_matmul(a.to(eight), b.to(eight).t(), one, one),
             [((m, k), (32, k)) for m, k in ((0, 32), (32, 0))],
         ),
+        "scaled_matmul_epilogue": (
+            lambda a, b: ts.scaled_matmul(
+                a.to(eight), b.to(eight).t(), one, one, activation="silu", gate=b.to(eight).t(), scale_gate=one
+            ),
+            [((m, k), (32, k)) for m, k in ((0, 32), (32, 0))],
+        ),
         "rope": (lambda q, k, c: ts.rope(q, k, c, c), turned),
         "rope_in_place": (lambda q, k, c: ts.rope(q, k, c, c, inplace=True), turned),
         "cross_entropy": (lambda x: ts.cross_entropy(x, labels, reduction="none"), [((0, 50),)]),

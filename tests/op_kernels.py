@@ -49,6 +49,14 @@ class RmsNorm(ts.Kernel):
         return X / xp.sqrt((X * X).mean(-1, keepdims=True) + eps) * W
 
 
+class WideNorm(RmsNorm):
+    """The same with weights and results of a type that follows from that of the rows."""
+
+    derived = {"wide": lambda p: "float32" if p.dtype == "float16" else "bfloat16"}
+    W = ts.array("columns", dtype="wide")
+    Out = ts.out("rows columns", dtype="wide")
+
+
 @ct.kernel
 def scaled_product(A, B, C, k, TILE: Int, COLUMN: ct.Constant[bool]):
     i, j = ct.bid(0), ct.bid(1)

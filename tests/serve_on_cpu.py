@@ -27,7 +27,14 @@ class Launches(list):
     def __init__(self) -> None:
         self.runtime = runtime_on_cpu(self)
 
-    def __call__(self, stream: int, grid: tuple[int, int, int], kernel: Any, args: tuple[Any, ...]) -> None:
+    def __call__(
+        self,
+        stream: int,
+        grid: tuple[int, int, int],
+        kernel: Any,
+        args: tuple[Any, ...],
+        programmatic_dependent_launch: bool = False,
+    ) -> None:
         from tiledsched.interpreter.launch import run
         from tiledsched.interpreter.programs import as_numpy
 

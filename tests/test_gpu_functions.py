@@ -262,6 +262,53 @@ def test_products_of_8_bit_floats(m, scales) -> None:
     assert_near(ts.scaled_matmul(a, b.t(), scale_a, scale_b, out_dtype=torch.float32), wanted, 2.5e-4)
 
 
+@pytest.mark.parametrize("rivals", ["off", "serve"])
+@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
+@pytest.mark.parametrize("m", [1, 17, 300])
+def test_epilogues_of_products_of_8_bit_floats(m, scales, rivals) -> None:
+    """A gate, a residual, results of 8 bits with a scale for all and for each row; compiled whole and in a graph."""
+    a, b, gate = (normal(*shape).to(torch.float8_e4m3fn) for shape in ((m, 512), (256, 512), (256, 512)))
+    b = b.flip(0).contiguous()  # another one than the gate
+    sizes = {"tensor": ((1,), (1,)), "row": ((m, 1), (1, 256)), "block": ((m, 4), (4, 2))}[scales]
+    scale_a, scale_b, scale_gate = (torch.rand(*size, device="cuda") + 0.5 for size in (*sizes, sizes[1]))
+    scale_a /= 512**0.5
+
+    def exact(b, scale_b):
+        if scales != "block":
+            return (a.double() @ b.double().t()) * scale_a * scale_b
+        wide = scale_b.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (a.double() * scale_a.repeat_interleave(128, 1)) @ (b.double() * wide).t()
+
+    bias, residual = normal(256), normal(m, 256)
+    sums, gates = exact(b, scale_b) + bias.double(), exact(gate, scale_gate)
+
+    def swiglu(a):
+        return ts.scaled_matmul(
+            a, b.t(), scale_a, scale_b, bias, activation="silu", gate=gate.t(), scale_gate=scale_gate
+        )
+
+    with ts.configure(rivals=rivals):
+        for call in (swiglu, torch.compile(swiglu, fullgraph=True), lambda a: replayed(lambda: swiglu(a))):
+            assert_near(call(a), F.silu(gates) * sums)
+        for fast in (False, True):
+            given = {"activation": "gelu_tanh", "residual": residual, "use_fast_accum": fast}
+            added = ts.scaled_matmul(a, b.t(), scale_a, scale_b, bias, **given)
+            assert_near(added, F.gelu(sums, approximate="tanh") + residual.double())
+        for scale in (torch.tensor([0.02], device="cuda"), 0.01 + 0.02 * torch.rand(m, 1, device="cuda")):
+            eight = ts.scaled_matmul(a, b.t(), scale_a, scale_b, bias, out_scale=scale)
+            assert_near(eight.double() * scale, sums, 0.05)
+
+
+def test_rows_of_results_have_scales() -> None:
+    x, w, b = normal(65, 512) / 23, normal(272, 512).t(), normal(6, 192, 512).transpose(1, 2)
+    scale = 0.01 + 0.02 * torch.rand(65, 1, device="cuda")
+    assert_near(ts.matmul(x, w, out_scale=scale).double() * scale, x.double() @ w.double(), 0.05)
+    ends = torch.tensor([0, 5, 5, 40, 64, 65], dtype=torch.int32, device="cuda")
+    groups = [(0, 5, 1), (5, 40, 3), (40, 64, 4), (64, 65, 5)]
+    right = torch.cat([x[first:end].double() @ b[group].double() for first, end, group in groups])
+    assert_near(ts.grouped_matmul(x, b, ends, out_scale=scale.flatten()).double() * scale, right, 0.05)
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (16, 272, 512), (300, 400, 1040), (129, 1024, 7168)])
 def test_products_of_8_bit_floats_with_scales_of_blocks(m, n, k) -> None:
     a, b = (normal(*shape).to(torch.float8_e4m3fn) for shape in ((m, k), (n, k)))

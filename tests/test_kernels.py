@@ -130,6 +130,7 @@ FEWEST = {
     "matmul": 80,
     "matmul_epilogue": 40,
     "grouped_matmul_epilogue": 20,
+    "scaled_matmul_epilogue": 16,
     "grouped_matmul": 80,
 }
 """Kernel -> the fewest schedules of its suites from which a tune can learn; 1 of others."""
@@ -287,6 +288,7 @@ COMPILED: dict[str, dict] = {
     "matmul": WIDE | {"b_layout": "column"},
     "matmul_epilogue": WIDE | {"b_layout": "column", "gate": True, "activation": "silu", "residual": True},
     "scaled_matmul": {"m": 512, "n": 4096, "k": 4096, "scales": "tensor", "bias": True},
+    "scaled_matmul_epilogue": {"m": 512, "n": 4096, "k": 4096, "gate": True, "activation": "silu", "bias": True},
     "grouped_matmul": {"tokens": 512, "experts": 128, "n": 1536, "k": 2048},
     "grouped_matmul_epilogue": {"tokens": 512, "experts": 128, "n": 768, "k": 2048, "gate": True, "activation": "silu"},
     "attention": {"seq_q": 4096, "seq_k": 4096, "head_dim": 64, "heads": 32, "kv_heads": 32},
@@ -297,7 +299,7 @@ COMPILED: dict[str, dict] = {
 OTHERS = {"attention": "sm_100 sm_121", "attention_backward": "sm_100", "matmul": "sm_100 sm_121"}
 OTHERS |= dict.fromkeys(
     (
-        *("matmul_epilogue", "grouped_matmul_epilogue", "scaled_matmul", "grouped_matmul"),
+        *("matmul_epilogue", "grouped_matmul_epilogue", "scaled_matmul", "scaled_matmul_epilogue", "grouped_matmul"),
         *("rms_norm_quantized", "glu_quantized"),
     ),
     "sm_100 sm_121",

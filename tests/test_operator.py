@@ -30,6 +30,7 @@ from tiledsched.serve.op import _operators
 
 pytestmark = pytest.mark.usefixtures("fresh")
 causal = partial(serve.sdpa, causal=True)
+wide_norm = ts.op("tests::wide_norm", kernels.WideNorm)
 
 
 def attention(gradients=False):
@@ -50,6 +51,7 @@ CALLS = {
     "norm": lambda: (norm, made()),
     "residual": lambda: (norm, (*made(), made()[0], 0.1)),
     "product": lambda: (product, (torch.randn(20, 24).half(), torch.randn(40, 24).half().t(), "float16")),
+    "derived types": lambda: (wide_norm, (made()[0], made()[1].float())),
     "in place": lambda: (scale_, (torch.randn(40), 3.0)),
     "two launches": lambda: (total, (torch.randn(70), 3)),
     "lists": lambda: (add_groups, ([torch.randn(5), torch.randn(40)], [torch.randn(5), torch.randn(40)], [5, 40])),
@@ -63,7 +65,17 @@ CALLS = {
     "attention of packed sequences": lambda: (sdpa_operator, packed()),
     "log-sum-exp of packed sequences": lambda: (sdpa_lse_operator, packed()),
 }
-COMPILED = ("norm", "residual", "product", "in place", "two launches", "lists", "derived sizes", "attention")
+COMPILED = (
+    "norm",
+    "residual",
+    "product",
+    "derived types",
+    "in place",
+    "two launches",
+    "lists",
+    "derived sizes",
+    "attention",
+)
 
 
 @pytest.mark.parametrize("where", ["on a GPU", "on the host"])

@@ -38,6 +38,7 @@ PINNED: dict[str, dict] = {
     "grouped_matmul": {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64, "GROUP_M": 4, "STORE": "rows"},
 }
 PINNED["grouped_matmul_epilogue"] = PINNED["grouped_matmul"]
+PINNED["scaled_matmul_epilogue"] = PINNED["scaled_matmul"]
 """What the cases of a kernel change of its default schedule."""
 
 
@@ -255,6 +256,7 @@ BACKWARD_WALKS: tuple[dict, ...] = (
 """Whole, read ahead, in several tiles, and read twice."""
 NARROW = {"TILE_M": 16, "SWAP": True}
 EPILOGUE = {"bias": True, "residual": True}
+BY_ROW = {"out_dtype": "float8_e4m3fn", "out_scales": "row"}
 
 
 def cases_of(kernel):
@@ -397,6 +399,7 @@ def cases_of(kernel):
             partial(passes, kernel, {}, m=150, n=150, k=72, **EPILOGUE, activation="silu", gate=True),
             partial(passes, kernel, {"PAD": True}, m=150, n=150, k=75, activation="silu", gate=True),
             partial(passes, kernel, {}, m=70, n=80, k=72, bias=True, out_dtype="float8_e4m3fn"),
+            partial(passes, kernel, {}, m=70, n=80, k=72, bias=True, **BY_ROW),
         ],
         "scaled_matmul": [
             *(
@@ -412,11 +415,22 @@ def cases_of(kernel):
             partial(right, kernel, {"REST_N": 32}, m=70, n=272, k=144, bias=True),
             partial(right, kernel, {"TILE_K": 128}, m=70, n=144, k=304, scales="block"),
         ],
+        "scaled_matmul_epilogue": [
+            partial(passes, kernel, {}, m=100, n=144, k=304, **EPILOGUE, activation="silu"),
+            partial(passes, kernel, NARROW, m=70, n=144, k=304, gate=True, activation="silu"),
+            partial(passes, kernel, {}, m=70, n=272, k=304, scales="block", gate=True, bias=True),
+            partial(passes, kernel, {"SPLIT_K": 2}, m=70, n=144, k=336, **EPILOGUE, activation="gelu"),
+            partial(passes, kernel, {"REST_N": 64}, m=70, n=272, k=144, **EPILOGUE),
+            partial(passes, kernel, {}, m=70, n=80, k=80, activation="relu", **BY_ROW),
+            partial(passes, kernel, {"SPLIT_K": 2}, m=70, n=80, k=272, scales="tensor", activation="silu"),
+            partial(passes, kernel, {"SPLIT_K": 2}, m=70, n=144, k=304, scales="block", residual=True),
+        ],
         "grouped_matmul_epilogue": [
             partial(passes, kernel, {"PERSISTENT": True, "SWAP": True}, tokens=210, experts=7, n=150, k=72, **EPILOGUE),
             partial(passes, kernel, NARROW, tokens=90, experts=5, n=150, k=72, gate=True, activation="silu"),
             partial(passes, kernel, {"STORE": "view"}, tokens=90, experts=3, n=80, k=72, gate=True, **EPILOGUE),
             partial(passes, kernel, {}, tokens=90, experts=3, n=75, k=75, gate=True, out_dtype="float8_e4m3fn"),
+            partial(passes, kernel, {}, tokens=90, experts=3, n=80, k=72, **BY_ROW),
         ],
         "grouped_matmul": [
             *(
@@ -849,11 +863,8 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         ),
         "no gate": ("activated(gate, row, column, extras) * acc", "activated(gate, row, column, extras)", 6),
         "a gate that is added": ("column, extras) * acc", "column, extras) + acc", 6),
-        "multiplied by the scale": (
-            "(1.0 / ct.load(extras.scale, (0,), (1,)).item())",
-            "ct.load(extras.scale, (0,), (1,)).item()",
-            8,
-        ),
+        "multiplied by the scale": ("(1.0 / scale_of(extras.scale, row))", "scale_of(extras.scale, row)", 8),
+        "every row divided by the first one's scale": ("ct.gather(scale, (row, 0)", "ct.gather(scale, (0 * row, 0)", 9),
         "relu of others": ("ct.where(acc < 0.0, 0.0, acc)", "ct.where(acc > 0.0, 0.0, acc)", 1),
         "not squared": ("return acc * acc", "return acc", 2),
         "logistic": ("return acc * logistic(acc)\n", "return logistic(acc)", 3),
@@ -887,7 +898,49 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             3,
         ),
     },
+    "scaled_matmul_epilogue": {
+        "the gate with the scales of B": ("scaled(gate, ScaleA, ScaleGate", "scaled(gate, ScaleA, ScaleB", 2),
+        "the gate not scaled": ("gate = scaled(gate, ScaleA, ScaleGate, None, work, 0, const, scaling)", "pass", 2),
+        "blocks of the gate with the scales of B": (
+            "main_loop(A, Gate, ScaleA, ScaleGate",
+            "main_loop(A, Gate, ScaleA, ScaleB",
+            3,
+        ),
+        "the same product twice": ("gates.load((step, work.column)", "columns.load((step, work.column)", 2),
+        "the gate of the first columns": ("gates.load((step, work.column)", "gates.load((step, 0)", 2),
+        "the gate is not transposed": ("ct.transpose(acc), ct.transpose(gate)", "ct.transpose(acc), gate", 2),
+        "steps rounded down": ("range(ct.cdiv(A.shape[1], const.TILE_K))", "range(A.shape[1] // const.TILE_K)", 2),
+        "the gate left out": (
+            "store(C, work, 0, acc, gate, extras, const)",
+            "store(C, work, 0, acc, None, extras, const)",
+            2,
+        ),
+        "scaled behind the epilogue": (
+            "acc = scaled(parts[part], ScaleA, ScaleB, None, work, part, const, scaling)",
+            "acc = parts[part]",
+            1,
+        ),
+        "no second part": (
+            "if part == 0 or column_of(work, part, const) * const.REST_N < C.shape[1]:",
+            "if part == 0:",
+            5,
+        ),
+        "a second part's scales from the first's": (
+            "None, work, part, const, scaling)",
+            "None, work, 0, const, scaling)",
+            5,
+        ),
+        "shares without the scales of rows": ("ct.gather(ScaleA, row, check_bounds=not EVEN)", "1.0", 4),
+        "shares without the scales of columns": ("ct.gather(ScaleB, column, check_bounds=not EVEN)", "1.0", 4),
+        "shares without the one scale": ("total = total * only_scale(ScaleA, ScaleB)", "pass", 7),
+        "shares of blocks scaled again": ("elif not BLOCK_SCALES:", "else:", 8),
+    },
     "grouped_matmul_epilogue": {
+        "the scales of a group's first rows": (
+            "residual, rows, columns, extras)",
+            "residual, rows - group.row, columns, extras)",
+            5,
+        ),
         "the bias of the first group": (
             "ct.gather(extras.bias, (group.index, columns))",
             "ct.gather(extras.bias, (0, columns))",
@@ -935,6 +988,7 @@ SHARED = {
     "matmul_epilogue": "epilogue_tiles",
     "scaled_matmul": "products",
     "grouped_matmul": "products",
+    "scaled_matmul_epilogue": "scaled_matmul.tiles",
     "grouped_matmul_epilogue": "grouped_matmul.tiles",
 }
 """Kernel -> the module of tile code that it shares with others, if that is not `rows`."""

@@ -404,7 +404,7 @@ class Declaration:
     @classmethod
     def describe(cls, p: Any) -> str:
         """The problem in one line, for people."""
-        return describe_values(p.values)
+        return describe_values({name: value for name, value in p.values.items() if name not in p.omitted})
 
     file_words: ClassVar[Any] = None
     """`file_words(p)`: the problem in the name of a file. The default is the kernel and the values."""

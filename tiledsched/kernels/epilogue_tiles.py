@@ -21,6 +21,10 @@ import cuda.tile as ct
 from tiledsched.core.sources import compiled
 from tiledsched.kernels.epilogues import ARRAYS, LARGEST_E4M3
 from tiledsched.kernels.glu.tiles import gelu as exact_gelu, logistic
+from tiledsched.kernels.products import column_of, elements_of, part_view
+
+ROW_ELEMENTS = 16
+"""Elements of which rows of C are multiples where the TMA unit stores them."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Extras:
     residual: Any
     """An array of the shape of C."""
     scale: Any
-    """`[1]`, float32, by which results are divided before they are rounded to e4m3."""
+    """`[1]` or `[m, 1]`, float32, by which results are divided before they are rounded to e4m3."""
     TMA_STORE: bool
     """Whether the TMA unit stores C: the compiler chooses it where it knows that rows are whole groups of 16 elements."""
 
@@ -67,7 +71,7 @@ def entry_of(tiles, name, kernel, activation, present):
     missing = [each for each in ARRAYS if each not in present]
     operands = entry.operands.split()
     taken = [each for each in operands if each.removeprefix("Padded") not in missing]
-    taken += [each for each in present if each != "Gate"]
+    taken += [each for each in present if each not in ("Gate", "ScaleGate")]
     own = "".join(f"{each}, " for each in kernel.own_arrays)
     kinds = (f"{each}: {'Bool' if each in BOOLEANS else 'Int'}" for each in entry.constants)
     lines = [f"def {name}({', '.join([*taken, 'C', *kinds])}):"]
@@ -78,7 +82,8 @@ def entry_of(tiles, name, kernel, activation, present):
     return compiled(f"<{name} of {kernel.name} {activation} {' '.join(present)}>", "\n".join(lines), names, name)
 
 
-BOOLEANS = ("PERSISTENT", "TMA_STORE", "COMBINE_EVEN", "SWAP", "STORE_VIEW", "ALIGNED")
+BOOLEANS = {"PERSISTENT", "TMA_STORE", "COMBINE_EVEN", "SWAP", "STORE_VIEW", "ALIGNED", "fast_accum"}
+BOOLEANS |= {"ROW_SCALES", "BLOCK_SCALES", "WHOLE"}
 """The constants that are true or false."""
 
 
@@ -93,9 +98,39 @@ def finished(acc, gate, bias, residual, row, column, extras):
     if residual is not None:
         acc = acc + residual.astype(ct.float32)
     if extras.scale is not None:
-        acc = acc * (1.0 / ct.load(extras.scale, (0,), (1,)).item())
+        acc = acc * (1.0 / scale_of(extras.scale, row))
         acc = ct.minimum(ct.maximum(acc, -LARGEST_E4M3, propagate_nan=True), LARGEST_E4M3, propagate_nan=True)
     return acc
+
+
+def scale_of(scale, row):
+    """The scale of all rows, or those of these rows, `[rows, 1]`."""
+    if scale.ndim == 1:
+        return ct.load(scale, (0,), (1,)).item()
+    return ct.gather(scale, (row, 0), padding_value=1.0)
+
+
+def store(C, work, PART, acc, gate, extras, const):
+    """Finish and store one part of a work tile."""
+    place = (work.row, column_of(work, PART, const))
+    width = const.REST_N if PART else const.TILE_N
+    row, column = elements_of(work.row, place[1], const.TILE_M, width)
+    if const.REST_N and PART == 0:  # the first parts of work tiles stand apart
+        column = column + work.column * const.REST_N
+    bias = None if extras.bias is None else ct.gather(extras.bias, column)
+    residual = None if extras.residual is None else part_view(extras.residual, const.TILE_M, PART, const).load(place)
+    tile = finished(acc, gate, bias, residual, row, column, extras).astype(C.dtype)
+    if extras.TMA_STORE:
+        C = C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ROW_ELEMENTS))
+    part_view(C, const.TILE_M, PART, const).store(place, tile)
+
+
+def store_combined(C, row, column, total, extras, EVEN):
+    """Finish and store the sums of shares at these elements. EVEN: none of them lies beyond the edge."""
+    bias = None if extras.bias is None else ct.gather(extras.bias, column, check_bounds=not EVEN)
+    residual = None if extras.residual is None else ct.gather(extras.residual, (row, column), check_bounds=not EVEN)
+    tile = finished(total, None, bias, residual, row, column, extras)
+    ct.scatter(C, (row, column), tile.astype(C.dtype), check_bounds=not EVEN)
 
 
 def activated(acc, row, column, extras):

@@ -23,7 +23,7 @@ import numpy
 
 import tiledsched.core.fields as ts
 from tiledsched.core.cases import call_reference
-from tiledsched.core.cost import Cost
+from tiledsched.core.cost import LAUNCH_US, Cost
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.errors import ProblemError, did_you_mean
 from tiledsched.core.resources import ResourceFacts
@@ -31,11 +31,16 @@ from tiledsched.core.rivals import Function, Variants
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.storage import LARGEST
+from tiledsched.kernels.product_model import ELEMENT_BYTES
 from tiledsched.kernels.torch_rivals import compiled
 
 E4M3 = "float8_e4m3fn"
 LARGEST_E4M3 = LARGEST[E4M3]
 """The largest number of the type, to which larger ones are cut."""
+PASS_BYTES_PER_US = 3.5e6
+"""What an elementwise kernel moves on an H200, about."""
+COMPILED_HOST_US = 25.0
+"""By how much longer the host takes for a call of what torch.compile makes than for one of cuBLAS, about."""
 
 
 def erfc(xp: Any, x: Any) -> Any:
@@ -104,6 +109,10 @@ ACTIVATIONS = {
 """Name -> what it computes; squared_relu is the square of relu, and gelu_tanh the approximation of gelu by tanh."""
 
 
+ROW_SCALES = {f"out_scales == 'tensor' or out_dtype == '{E4M3}'": "only results of 8 bits are divided by scales"}
+"""What is required of the scales of results."""
+
+
 class Epilogue:
     """The fields and arrays of a product with an epilogue; C `[m, n]` is of the type `out_dtype`."""
 
@@ -112,12 +121,13 @@ class Epilogue:
     gate = ts.flag()
     residual = ts.flag()
     out_dtype = ts.dtype("bfloat16", "float16", E4M3)
+    out_scales = ts.choice("tensor", "row", omit_default=True)
 
     C = ts.out("m n", dtype="out_dtype")
     Bias = ts.array("n", when="bias")
     Gate = ts.array("k n", layout="b_layout", when="gate")
     Residual = ts.array("m n", when="residual")
-    Scale = ts.array("1", dtype="float32", when="quantised")
+    Scale = ts.array(lambda p: (p.m, 1) if p.out_scales == "row" else (1,), dtype="float32", when="quantised")
 
     product: ClassVar[Any] = None
     """The kernel of the plain product."""
@@ -125,7 +135,9 @@ class Epilogue:
     """An author's own function in the place of the activation."""
     own_arrays: ClassVar[tuple[str, ...]] = ()
     """The names of the arrays that it takes."""
-    requires: ClassVar[Mapping[str, str]] = {
+    fusable: ClassVar[bool] = False
+    """Whether torch has functions that let cuBLAS do some epilogues of the product."""
+    requires: ClassVar[Mapping[str, str]] = ROW_SCALES | {
         f"out_dtype in (dtype, '{E4M3}')": "the result has the type of A and B, or is quantised to 8 bits"
     }
     compiled_rivals: ClassVar[tuple[str, ...]] = ("torch_compile",)
@@ -140,7 +152,7 @@ class Epilogue:
         """Those of the plain product, A such that sums are of the size of 1, where activations are curved, and a scale with which
         few results are cut."""
         return {
-            "Scale": (2.0 ** rng.integers(-7, -4, size=1)).astype("float32"),
+            "Scale": (2.0 ** rng.integers(-7, -4, size=(p.m, 1) if p.out_scales == "row" else 1)).astype("float32"),
             "A": rng.standard_normal((p.m, p.k), dtype=numpy.float32) / math.sqrt(p.k),
             **cls.product.inputs(xp, rng, p),
         }
@@ -149,9 +161,11 @@ class Epilogue:
     def reference(xp: Any, p: Any, **arrays: Any) -> Any:
         """The finished sums, in their own precision."""
         kernel, found = p.declaration, dict(arrays)
+        bare = {name: each for name, each in arrays.items() if name != "Bias"}  # which some plain products add
         for name in ("B", "Gate"):
             if name in arrays:
-                (found[name],) = call_reference(kernel.product, xp, p, arrays | {"B": arrays[name]})
+                factors = {"B": arrays[name], "ScaleB": arrays.get(f"Scale{name}")}
+                (found[name],) = call_reference(kernel.product, xp, p, bare | factors)
         if "Bias" in arrays and "Offsets" in arrays:  # that of the group of each row
             group = xp.searchsorted(arrays["Offsets"], xp.arange(p.m), side="right").clip(0, p.experts - 1)
             found["Bias"] = arrays["Bias"][group]
@@ -167,7 +181,7 @@ class Epilogue:
         makes of these; and cuBLAS with an epilogue of its own. None where torch does not have the product or a bias for each
         group, and for an author's own function.
         """
-        product = next(iter(cls.product.rivals(p).values()), None)
+        product = next(iter(cls.product.rivals(plain(p)).values()), None)
         if product is None or cls.epilogue is not None or (p.bias and "experts" in p.values):
             return {}
         made = in_torch(p, product)
@@ -176,7 +190,8 @@ class Epilogue:
 
 
 ARRAYS = tuple(name for name, each in vars(Epilogue).items() if isinstance(each, ts.ArrayField) and each.role == "in")
-"""The names of the arrays that are read, in the order in which functions take them."""
+ARRAYS += ("ScaleGate",)
+"""The names of the arrays that are read, in the order in which functions take them; the last one with 8-bit operands only."""
 
 
 DERIVED: dict[str, Callable[[Any], bool]] = {
@@ -186,6 +201,7 @@ DERIVED: dict[str, Callable[[Any], bool]] = {
 """Whether the result is divided by a scale and rounded to 8 bits, and whether the TMA unit may store it."""
 CONSTRAINTS = {"not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products"}
 """What every product with an epilogue asks of schedules."""
+WAITS = "the compiler (13.5) waits for every single product in such loops over work tiles"
 
 
 OTHER_EPILOGUE = 0.1
@@ -197,11 +213,16 @@ def plain(p: Any) -> Any:
     """The plain product that takes as long: with as many columns as both products of a gated one have together."""
     product = getattr(p.declaration, "product", p.declaration)  # which may be plain itself
     kept = {name: p.values[name] for name in product.fields}
+    if kept.get("out_dtype") == E4M3:
+        kept["out_dtype"] = "bfloat16"
     return product.problem(**kept | {"n": p.n * (1 + p.values.get("gate", False))})
 
 
 class EpilogueCost(Cost):
     """The time of the product, or of both; the class that stands behind it in a declaration's is that of the plain product."""
+
+    lender = "torch"
+    """The method of the plain product whose times say what rivals take."""
 
     def model(self, p: Any, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """That of the plain product."""
@@ -210,6 +231,15 @@ class EpilogueCost(Cost):
     def timed_as(self, p: Any) -> Any:
         """The plain product."""
         return plain(p)
+
+    def lent_times(self, p: Any) -> Mapping[str, tuple[str, float, float]]:
+        """cuBLAS alone takes as long as the plain product, and reads the residual; for other epilogues another kernel reads and
+        writes all results once more."""
+        pass_us = ELEMENT_BYTES * p.m * p.n * (p.residual + (0 if is_fused(p) else 2 + p.gate)) / PASS_BYTES_PER_US
+        if is_fused(p):
+            return {"cublas_fused": (self.lender, pass_us, 0.0)}
+        own = p.declaration.epilogue is not None
+        return {} if own else {"torch_compile": (self.lender, LAUNCH_US + pass_us, COMPILED_HOST_US)}
 
 
 class EpilogueSimilarity(Similarity):
@@ -221,7 +251,7 @@ class EpilogueSimilarity(Similarity):
 
     def rival_kind(self, p: Any) -> tuple[Any, ...]:
         """That of the plain product, and of others whether cuBLAS has their epilogue."""
-        return (*super().rival_kind(plain(p)), *([is_fused(p)] if "bias" in p.values else []))
+        return (*super().rival_kind(plain(p)), *([is_fused(p)] if "gate" in p.values else []))
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
         """Those of the plain product."""
@@ -235,7 +265,8 @@ class EpilogueSimilarity(Similarity):
 
 def arrays_of(p: Any) -> tuple[str, ...]:
     """The names of the epilogue's arrays that a problem has, an author's own among them."""
-    return tuple(name for name in (*ARRAYS, *p.declaration.own_arrays) if p.declaration.present(name, p))
+    kernel, names = p.declaration, (*ARRAYS, *p.declaration.own_arrays)
+    return tuple(name for name in names if name in kernel.array_fields and kernel.present(name, p))
 
 
 def in_torch(p: Any, product: Function) -> Function:
@@ -248,7 +279,8 @@ def in_torch(p: Any, product: Function) -> Function:
         names = arrays_of(p)
         place = len(tensors) - len(names)
         more, given = tensors[:place], dict(zip(names, tensors[place:], strict=True))
-        gate, scale = product(A, given["Gate"], *more) if p.gate else None, given.get("Scale")
+        others = (*more[:-1], given["ScaleGate"]) if "ScaleGate" in given else more
+        gate, scale = product(A, given["Gate"], *others) if p.gate else None, given.get("Scale")
         activated = functools.partial(ACTIVATIONS[p.activation].torch, torch.nn.functional)
         out = combined(activated, product(A, B, *more), gate, given.get("Bias"), given.get("Residual"))
         if scale is None:
@@ -264,8 +296,13 @@ FUSED = {"none": "addmm", "relu": "_addmm_activation", "gelu_tanh": "_addmm_acti
 
 def is_fused(p: Any) -> bool:
     """Whether torch lets cuBLAS do the epilogue: a bias, with relu or gelu by tanh behind it, or a residual."""
-    more = p.gate or p.quantised or p.declaration.epilogue is not None or "experts" in p.values
-    return not more and p.bias + p.residual == 1 and p.activation in (FUSED if p.bias else ("none",))
+    more = p.gate or p.quantised or p.declaration.epilogue is not None
+    return (
+        p.declaration.fusable
+        and not more
+        and p.bias + p.residual == 1
+        and p.activation in (FUSED if p.bias else ("none",))
+    )
 
 
 def fused(p: Any) -> Function:
@@ -294,7 +331,8 @@ def read_call(
     residual: Any,
     out_scale: Any,
 ) -> tuple[dict[str, Any], Any, list[Any]]:
-    """The fields of a call's problems, its second operand, and the tensors that its operator takes behind the operands.
+    """The fields of a call's problems, its second operand, and the bias, gate, residual and scale that its operator takes behind
+    the operands.
 
     The arguments are those of `tiledsched.matmul`.
 
@@ -318,8 +356,25 @@ def read_call(
         "residual": residual is not None,
         "out_dtype": str(input.dtype).removeprefix("torch.") if out_scale is None else E4M3,
     }
-    scale = None if out_scale is None else out_scale.reshape(-1)
-    return fields, other, [*(each for each in (bias, gate, residual) if each is not None), scale, *arrays]
+    scale = None if out_scale is None else scale_of(out_scale, input.shape[:-1])
+    fields["out_scales"] = "row" if scale is not None and scale.ndim == 2 else "tensor"
+    return fields, other, [*(each for each in (bias, gate, residual) if each is not None), scale]
+
+
+def scale_of(scale: Any, rows: Sequence[int]) -> Any:
+    """The scale of a result as kernels take it: one number `[1]`, or one for each row, `[m, 1]`.
+
+    Raises:
+        ProblemError: it has another shape.
+    """
+    if scale.numel() == 1:
+        return scale.reshape(1)
+    if tuple(scale.shape) not in (tuple(rows), (*rows, 1)):
+        raise ProblemError(
+            f"out_scale must hold one number, or one for each row of the result, {(*rows, 1)}; got shape {tuple(scale.shape)}. "
+            "Reshape it; columns and blocks have no scales of their own"
+        )
+    return scale.reshape(-1, 1)
 
 
 def columns_of_both(other: Any, order: str) -> tuple[Any, Any]:

@@ -45,15 +45,25 @@ def _registered(kernel: str, **pinned: Any) -> str:
     return _word(kernel, pinned)
 
 
-def multiply(product: str, operands: Sequence[Tensor], epilogue: Any, arrays: Sequence[Tensor], *parts: Any) -> Tensor:
+def multiply(
+    product: str,
+    operands: Sequence[Tensor],
+    epilogue: Any,
+    arrays: Sequence[Tensor],
+    *parts: Any,
+    gate_scales: Sequence[Tensor] = (),
+    **more_fields: Any,
+) -> Tensor:
     """A product with an epilogue.
 
     Args:
         product: the kernel.
-        operands: the two factors, and what else the plain product takes.
+        operands: the two factors, the first `[..., m, k]`, and what else the plain product takes.
         epilogue: an author's own function, or None.
         arrays: what it reads.
         parts: the other arguments of :func:`tiledsched.kernels.epilogues.read_call`.
+        gate_scales: those of the gate, where operands have scales.
+        more_fields: fields of the problem, beside those of the epilogue or in their place.
 
     Raises:
         ProblemError: a word is not known, or arguments exclude each other.
@@ -65,7 +75,9 @@ def multiply(product: str, operands: Sequence[Tensor], epilogue: Any, arrays: Se
         product = _own_kernel(
             product, epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays])
         )
-    out: Tensor = operator(product, **fields)(first, second, *more, *read)
+    out: Tensor = operator(product, **fields | more_fields)(
+        flat_rows(first), second, *more, *read, *gate_scales, *arrays
+    )
     return out
 
 

@@ -238,12 +238,16 @@ def timed_problems(
         modelled_us: what the model gives for a problem and a schedule; for its default schedule where none is named.
         hidden: a problem to leave out, whose times are to be predicted.
     """
-    rows, host_us = _shipped(kernel.timed_with or kernel.name, arch)
+    lender = kernel.timed_with or kernel.name
+    rows, host_us = _shipped(lender, arch)
     spec, found, left_out = arch_spec(arch), list(rows), hidden and hidden.to_json()
     raced = [
         entry
-        for entry in (() if kernel.timed_with else entries)
-        if entry.arch == arch and _features(entry.problem) and not (rows and entry.layer == "shipped")
+        for entry in entries
+        if entry.kernel == lender
+        and entry.arch == arch
+        and _features(entry.problem)
+        and not (rows and entry.layer == "shipped")
     ]
     host_us = host_us if rows else _hosts_us(raced)
     for entry in raced:

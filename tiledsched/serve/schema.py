@@ -313,10 +313,12 @@ class OpSchema:
                     raise ProblemError(str(error)) from error
         for name, value in zip(self.inputs, given, strict=False):
             each = self.kernel.array_fields[name]
-            dtype = str(found.get(_dtype_of(each), self._default(_dtype_of(each))))
+            word = _dtype_of(each)
             for tensor in [value] if isinstance(each.shape, str) and value is not None else ():
                 with suppress(KeyError):  # a size that is derived from the problem
                     shape = read_shape(each.shape, found.__getitem__)  # type: ignore[arg-type]
+                    derived = word in self.kernel.derived  # which the call checks, too
+                    dtype = dtype_name(tensor) if derived else str(found.get(word, self._default(word)))
                     _check_tensor(name, each.shape, tensor, shape, dtype, lambda one, other: is_true(one != other))
         return self.results(given)
 
@@ -333,11 +335,16 @@ class OpSchema:
             except LookupError:
                 p = p or self.empty_problem(given) or self.problem(given)
                 shapes = self.kernel.array_spec(name, p).shapes
+            word = _dtype_of(each)
+            if word in self.kernel.derived:
+                p = p or self.empty_problem(given) or self.problem(given)
             layout = found.get(each.layout, self._default(each.layout)) if each.layout not in LAYOUTS else each.layout
             outputs.append(
                 Output(
                     shapes=shapes,
-                    dtype=str(found.get(_dtype_of(each), self._default(_dtype_of(each)))),
+                    dtype=str(
+                        getattr(p, word) if word in self.kernel.derived else found.get(word, self._default(word))
+                    ),
                     strides=tuple(strides_of(shape, layout == "column") for shape in shapes),
                     listed=each.listed,
                 )

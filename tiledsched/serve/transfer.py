@@ -126,7 +126,7 @@ def lent(entry: Entry, kernel: KernelClass) -> Entry | None:
     provenance = "transferred" if entry.provenance == "measured" else entry.provenance
     return entry.replace(
         provenance=provenance,
-        rivals=None,
+        rivals=entry.rivals if entry.kernel == kernel.timed_with else None,
         schedule=first,
         ties=tuple(ties),
         runner_up=following if following != first else None,

@@ -120,5 +120,6 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):  # type: ignore[mi
             {"tokens": 130, "experts": 3, "n": 75, "k": 101, "gate": True, "bias": True, "residual": True},
             {"tokens": 70, "experts": 2, "n": 80, "k": 64, "activation": "squared_relu", "out_dtype": E4M3},
             {"tokens": 1, "experts": 1, "n": 8, "k": 8, "b_layout": "column", "bias": True},
+            {"tokens": 90, "experts": 3, "n": 75, "k": 64, "bias": True, "out_dtype": E4M3, "out_scales": "row"},
         ]
         return [GroupedMatmulEpilogue.problem(**values) for values in made]

@@ -36,7 +36,8 @@ def matmul(
         gate: `[k, n]`, of the layout of `other`; or where `other` is `[k, 2 * n]` and holds both, "halves": the gate's columns
             come first, or "interleaved": they are columns 0, 2, 4, ... of a column-major `other`.
         residual: `[..., m, n]`, of the same type.
-        out_scale: one float32 number: the result is divided by it and rounded to float8_e4m3fn; larger ones than 448 become 448.
+        out_scale: float32, one number, or one for each row of the result, `[..., m, 1]` or `[..., m]`: the result is divided by
+            it and rounded to float8_e4m3fn; larger ones than 448 become 448.
         epilogue: `epilogue(acc, row, column, *arrays)`, a function of yours in the place of the activation, in cuTile's words:
             of a float32 tile of sums `[rows, columns]`, the numbers of its rows, int32 `[rows, 1]`, and of its columns,
             `[1, columns]`. It is compiled into the kernel; what is said of the functions of `tiledsched.flex` holds for it.
@@ -50,16 +51,15 @@ def matmul(
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
         DeclarationError: `epilogue` cannot be compiled.
     """
-    flat = input if input.ndim == 2 else flat_rows(input)
     if bias is activation is gate is residual is out_scale is epilogue is None and not arrays:
-        out: Tensor = operator("matmul")(flat, other)
+        out: Tensor = operator("matmul")(flat_rows(input), other)
     else:
         if residual is not None:
             columns = other.shape[-1] // (1 + isinstance(gate, str))
             check_shape("residual", residual, "the result", (*input.shape[:-1], columns))
             residual = flat_rows(residual)
         parts = bias, activation, gate, residual, out_scale
-        out = multiply("matmul_epilogue", (flat, other), epilogue, arrays, *parts)
+        out = multiply("matmul_epilogue", (input, other), epilogue, arrays, *parts)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], out.shape[-1])
 
 

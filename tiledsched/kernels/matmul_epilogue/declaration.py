@@ -5,11 +5,9 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
-from tiledsched.core.cost import LAUNCH_US
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -17,14 +15,14 @@ from tiledsched.kernels.epilogues import (
     CONSTRAINTS,
     DERIVED,
     E4M3,
+    WAITS,
     Epilogue,
     EpilogueCost,
     EpilogueSimilarity,
     arrays_of,
-    is_fused,
 )
 from tiledsched.kernels.matmul.declaration import TOKENS, Matmul, MatmulSimilarity, Values
-from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
+from tiledsched.kernels.product_model import ProductCost
 from tiledsched.kernels.product_schedules import Launch
 
 SWIGLU, ADDED, BIASED = {"gate": True, "activation": "silu"}, {"residual": True}, {"bias": True}
@@ -36,23 +34,10 @@ MODELS: dict[str, tuple[tuple[int, int, Values], ...]] = {
     "gpt2_xl": ((6400, 1600, BIASED | {"activation": "gelu_tanh"}), (1600, 6400, BIASED | ADDED)),
 }
 """Model -> (n, k, epilogue) of its linear layers, from published configurations (Llama 3.1, Qwen 3 and 2.5, GPT-2)."""
-WAITS = "the compiler (13.5) waits for every single product in such loops over work tiles"
-PASS_BYTES_PER_US = 3.5e6
-"""What an elementwise kernel moves on an H200, about."""
-COMPILED_HOST_US = 25.0
-"""By how much longer the host takes for a call of what torch.compile makes than for one of cuBLAS, about."""
 
 
 class MatmulEpilogueCost(EpilogueCost, ProductCost):
     """The time of a product, or of two."""
-
-    def lent_times(self, p: Any) -> Mapping[str, tuple[str, float, float]]:
-        """cuBLAS alone takes as long as the plain product, and reads the residual; for other epilogues another kernel reads and
-        writes all results once more."""
-        pass_us = ELEMENT_BYTES * p.m * p.n * (p.residual + (0 if is_fused(p) else 2 + p.gate)) / PASS_BYTES_PER_US
-        if is_fused(p):
-            return {"cublas_fused": ("torch", pass_us, 0.0)}
-        return {} if p.declaration.epilogue else {"torch_compile": ("torch", LAUNCH_US + pass_us, COMPILED_HOST_US)}
 
 
 class MatmulEpilogueSimilarity(EpilogueSimilarity, MatmulSimilarity):
@@ -68,6 +53,7 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):  # type: ignore[misc]  # its ref
     name = "matmul_epilogue"
     product = Matmul
     space = timed_with = Matmul.name
+    fusable = True
     derived = Matmul.derived | DERIVED
     PaddedGate = ts.workspace(lambda p, s: (p.padded_k, p.padded_n), dtype="dtype", aligned=True)
 
@@ -120,5 +106,6 @@ class MatmulEpilogue(Epilogue, Matmul, Kernel):  # type: ignore[misc]  # its ref
             {"m": 3, "n": 5, "k": 1, "activation": "relu", "residual": True, "bias": True},
             {"m": 1, "n": 64, "k": 72, "bias": True, "dtype": "float16", "out_dtype": "float16"},
             {"m": 65, "n": 129, "k": 64, "gate": True, "residual": True, "bias": True, "out_dtype": E4M3},
+            {"m": 65, "n": 80, "k": 64, "bias": True, "activation": "silu", "out_dtype": E4M3, "out_scales": "row"},
         ]
         return [MatmulEpilogue.problem(**values) for values in made]

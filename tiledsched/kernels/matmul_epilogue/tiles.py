@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.epilogue_tiles import KernelText, finished
+from tiledsched.kernels.epilogue_tiles import KernelText, store, store_combined
 from tiledsched.kernels.matmul.tiles import MatmulConstants as MatmulConstants, copy_tile, main_loop, row_view
 from tiledsched.kernels.products import (
     Bool as Bool,
@@ -40,8 +40,6 @@ ENTRIES = {
     ),
     "combine_epilogue": KernelText("Partial", SUM, f"combine(Partial, C, extras, {', '.join(SUM)})"),
 }
-ROW_ELEMENTS = 16
-"""Elements of which rows of C are multiples where the TMA unit stores them."""
 
 
 def pad_gate(Gate, PaddedGate, PAD_ROWS: Int, PAD_COLUMNS: Int):
@@ -83,26 +81,7 @@ def accumulate_gated(A, B, Gate, work, const):
     return acc, gate
 
 
-def store(C, work, PART, acc, gate, extras, const):
-    """Finish and store one part of a work tile."""
-    place = (work.row, column_of(work, PART, const))
-    width = const.REST_N if PART else const.TILE_N
-    row, column = elements_of(work.row, place[1], const.TILE_M, width)
-    if const.REST_N and PART == 0:  # the first parts of work tiles stand apart
-        column = column + work.column * const.REST_N
-    bias = None if extras.bias is None else ct.gather(extras.bias, column)
-    residual = None if extras.residual is None else part_view(extras.residual, const.TILE_M, PART, const).load(place)
-    tile = finished(acc, gate, bias, residual, row, column, extras).astype(C.dtype)
-    if extras.TMA_STORE:
-        C = C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ROW_ELEMENTS))
-    part_view(C, const.TILE_M, PART, const).store(place, tile)
-
-
 def combine(Partial, C, extras, SPLIT_K, COMBINE_M, COMBINE_N, EVEN):
     """C = the finished sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. EVEN: tiles divide C."""
     row, column = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
-    total = sum_of_shares(Partial, row, column, SPLIT_K, EVEN)
-    bias = None if extras.bias is None else ct.gather(extras.bias, column, check_bounds=not EVEN)
-    residual = None if extras.residual is None else ct.gather(extras.residual, (row, column), check_bounds=not EVEN)
-    tile = finished(total, None, bias, residual, row, column, extras)
-    ct.scatter(C, (row, column), tile.astype(C.dtype), check_bounds=not EVEN)
+    store_combined(C, row, column, sum_of_shares(Partial, row, column, SPLIT_K, EVEN), extras, EVEN)
