@@ -65,8 +65,7 @@ def multiply(product: str, operands: Sequence[Tensor], epilogue: Any, arrays: Se
         product = _own_kernel(
             product, epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays])
         )
-    out: Tensor = operator(product, **fields)(first, second, *more, *read)
-    return out
+    return operator(product, **fields)(first, second, *more, *read)
 
 
 @torch.compiler.assume_constant_result
