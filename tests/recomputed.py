@@ -13,7 +13,7 @@ import sqlite3
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -76,6 +76,20 @@ class Case:
     spilling: int = 0
     """Programs that were left out because they spill registers."""
     trace: list[float] = field(default_factory=list)
+    tiles_of: dict = field(default_factory=dict)
+    """What `tiles` found, by the knobs."""
+
+    @cached_property
+    def by_id(self):
+        """The schedules with a time, by their numbers."""
+        return {each.id: each for each in self.times}
+
+    def add(self, schedule, first, fingerprint):
+        """Give a schedule the time of another one, which has the same machine code."""
+        self.program_of[schedule], self.times[schedule] = first, self.times[first]
+        self.fingerprints[schedule] = fingerprint
+        self.by_id[schedule.id] = schedule
+        self.tiles_of.clear()
 
     @cached_property
     def programs(self):
@@ -219,6 +233,11 @@ class Case:
 
     def tiles(self, knobs):
         """Each tile with its best schedule, its programs, and whether they are enough to judge it; the best tile first."""
+        if knobs not in self.tiles_of:
+            self.tiles_of[knobs] = self._tiles(knobs)
+        return self.tiles_of[knobs]
+
+    def _tiles(self, knobs):
         members = defaultdict(list)
         for each in self.times:
             if knobs and {*knobs} <= {*each}:
@@ -358,6 +377,19 @@ def effect(parts, estimated=False):
             low, high = (math.exp(pick(pick(part) for part in known)) for pick in (min, max))
         found |= {"ratio": math.exp(mean), "low": low, "high": high}
     return found
+
+
+@cache
+def builds_that_ship(path):
+    """A file of builds, as it was written: hundreds of problems look into the same one."""
+    return json.loads(lzma.decompress(path.read_bytes()))
+
+
+@cache
+def schedules_that_ship(path, kernel, arch):
+    """The schedule of each build of a file, with knobs that it lacks, which are younger, at their defaults."""
+    data, space = builds_that_ship(path), space_for(arch, kernel)
+    return [space.complete(Schedule(dict(zip(data["knobs"], values, strict=True)))) for *values, _, _ in data["builds"]]
 
 
 class Evidence:
@@ -598,7 +630,7 @@ class Evidence:
         space = space_for(self.arch, self.kernel)
         default = space.default(problem)
         for path in sorted(files.glob("programs_*.json.xz")):
-            data = json.loads(lzma.decompress(path.read_bytes()))
+            data, schedules = builds_that_ship(path), schedules_that_ship(path, self.kernel, self.arch)
             own = data["classes"][0].get("dtype")
             if self.arch != data["arch"] and self.arch not in data["alike"]:
                 continue
@@ -611,9 +643,8 @@ class Evidence:
             times, prints, facts, spilled = {}, {}, {}, set()
             every = range(len(data["builds"]))
             for place_of in data["serves"][alike.id] or every:
-                *values, _, outcome = data["builds"][place_of]
-                fingerprint = data["programs"][outcome]
-                schedule = space.complete(Schedule(dict(zip(data["knobs"], values, strict=True))))
+                fingerprint = data["programs"][data["builds"][place_of][-1]]
+                schedule = schedules[place_of]
                 kind = fingerprint[0] if alike == problem else f"{own}:{fingerprint[0]}"
                 if len(fingerprint) > 2 and schedule.get("accum_mode", "fp32") == mode:
                     prints[schedule] = kind
@@ -621,8 +652,7 @@ class Evidence:
                     if facts[schedule].spill_bytes > MAX_SPILL_BYTES:
                         spilled.add(schedule)
             for place_of, us in zip(*estimates, strict=True):
-                *values, _, _ = data["builds"][place_of]
-                times[space.complete(Schedule(dict(zip(data["knobs"], values, strict=True))))] = us
+                times[schedules[place_of]] = us
             named = {Schedule({**default, **entry["schedule"]}), entry["schedule"], default}
             every = {self.program(problem, code, each, spec) for each, code in prints.items()}
             if len(spilled) < len(prints):
@@ -825,9 +855,8 @@ class Evidence:
 
     def timed_as(self, case, number):
         """The schedule of a number in a case: timed there, or of an entry with the same machine code as one that was."""
-        own = next((each for each in case.times if each.id == number), None)
-        if own is not None:
-            return own
+        if number in case.by_id:
+            return case.by_id[number]
         spec = next(Device(**one.device) for one in self.listed if one.device["name"] == case.device)
         programs = {self.program(case.problem, case.fingerprints[each], each, spec): each for each in case.programs}
         for entry in self.entries:
@@ -837,8 +866,7 @@ class Evidence:
                     problem_class(self.kernel, each, schedule, spec) for each in (case.problem, entry["problem"])
                 )
                 if first and len(set(classes)) == 1:
-                    case.program_of[schedule], case.times[schedule] = first, case.times[first]
-                    case.fingerprints[schedule] = entry["fingerprint"]
+                    case.add(schedule, first, entry["fingerprint"])
                     return schedule
         return None
 

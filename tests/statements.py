@@ -356,12 +356,12 @@ class Hidden:
     def __init__(self, evidence: Evidence) -> None:
         self._temporary = tempfile.TemporaryDirectory()
         self.evidence, self.folder = evidence, Path(self._temporary.name)
-        folder = self.folder
-        data, table = folder / "tuning_db", f"tables/{evidence.kernel.name}/{evidence.arch}.json"
-        shutil.copytree(data_files.tuning_db(), data, ignore=shutil.ignore_patterns("*.serving", "landscapes"))
-        self._data, self._table, self._listed = data, data / table, json.loads((data / "manifest.json").read_text())
-        self._entries = json.loads(self._table.read_text()) if self._table.exists() else None
-        self._manifest, self._name = data / "manifest.json", table
+        data, self._name = self.folder / "tuning_db", f"tables/{evidence.kernel.name}/{evidence.arch}.json"
+        shutil.copytree(data_files.tuning_db(), data, ignore=shutil.ignore_patterns("landscapes"))
+        self._data, self._manifest = data, data / "manifest.json"
+        self._listed = json.loads(self._manifest.read_text())
+        self._copy = (data / self._name).with_suffix(".serving")
+        self._shipped = json.loads(self._copy.read_text()) if self._copy.exists() else None
 
     def served(self, problem):
         """What `explain` serves for a problem that was never measured, nor another one that is the same work."""
@@ -371,15 +371,16 @@ class Hidden:
             for entry in self.evidence.all_entries
             if alike.kind(entry["problem"]) == alike.kind(problem) and alike.distance(entry["problem"], problem) == 0
         } | {problem}
-        if self._entries:
+        if self._shipped:
+            hidden = {place for place, (_, values, _) in enumerate(self._shipped["problems"]) if known(values) in same}
             entries = [
                 each
-                for each in self._entries["entries"]
-                if each["provenance"] == "modelled" or known(each["problem"]) not in same
+                for each in self._shipped["entries"]
+                if each["provenance"] == "modelled" or each["problem"] not in hidden
             ]
-            text = json.dumps(self._entries | {"entries": entries}).encode()
-            self._table.write_bytes(text)
-            self._listed["files"][self._name] = {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
+            text = json.dumps(self._shipped | {"entries": entries}).encode()
+            self._copy.write_bytes(text)
+            self._listed["files"][self._name]["serving"] = hashlib.sha256(text).hexdigest()
             self._manifest.write_text(json.dumps(self._listed))
         database = self.folder / "hidden.db"
         if self.evidence.db:

@@ -84,10 +84,10 @@ def tool_version(path: Path, pattern: str = r"V(\d+\.\d+\.\d+)") -> str:
 
 def compiler_at_hand() -> str:
     """Version of the compiler on this machine, e.g. 13.4.92, found as quickly as possible; empty where there is none."""
+    if wheel_folder():
+        return package_version("nvidia-cuda-tileiras")
     folder = compiler_folder()
-    if folder is None:
-        return ""
-    return package_version("nvidia-cuda-tileiras") if folder == wheel_folder() else tool_version(folder / "tileiras")
+    return tool_version(folder / "tileiras") if folder else ""
 
 
 def installed_toolchain() -> Toolchain:

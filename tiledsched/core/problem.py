@@ -443,8 +443,7 @@ class Declaration:
     @classmethod
     def representative(cls, p: Any) -> Problem:
         """The problem that stands for all problems that differ from `p` in `batch_dims` only."""
-        found: Problem = p.replace(**dict.fromkeys(cls.batch_dims, REPRESENTATIVE_SIZE))
-        return found
+        return p.replace(**dict.fromkeys(cls.batch_dims, REPRESENTATIVE_SIZE))
 
     @classmethod
     def row_dims(cls, p: Any) -> tuple[str, ...]:

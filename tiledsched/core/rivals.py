@@ -159,5 +159,4 @@ def called(make: Callable[[Problem], Function | Variants]) -> Callable[[Arrays],
 def call_on(function: Function, tensors: Sequence[Any]) -> Call:
     """A rival's call on some inputs, what it reads of their values read already; see `Kernel.rivals`."""
     bind = getattr(function, "bind", None)
-    call: Call = bind(*tensors) if bind else partial(function, *tensors)
-    return call
+    return bind(*tensors) if bind else partial(function, *tensors)

@@ -42,8 +42,7 @@ def compiled(file: str, text: str, names: dict[str, Any], function: str) -> Call
     """A function of this package's text, which finds `names`; cuTile finds the text where Python keeps that of modules."""
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), names)
-    found: Callable[..., Any] = names[function]
-    return found
+    return names[function]
 
 
 def is_shipped(kernel: type) -> bool:

@@ -529,8 +529,7 @@ class SearchSpace:
 @lru_cache(maxsize=4096)
 def function_of(expression: str, names: tuple[str, ...]) -> Callable[..., Any]:
     """An expression that was checked when it was read, as a function of the names it reads. It may end with a comment."""
-    function: Callable[..., Any] = eval(f"lambda {', '.join(names)}: ({expression}\n)", {"__builtins__": {}})
-    return function
+    return eval(f"lambda {', '.join(names)}: ({expression}\n)", {"__builtins__": {}})
 
 
 @lru_cache(maxsize=4096)
@@ -545,10 +544,7 @@ def _lister(
     """
     loops = " ".join(f"for {name} in {name}_choices" for name in names)
     parameters = ", ".join([*(f"{name}_choices" for name in names), *others])
-    function: Callable[..., list[tuple[KnobValue, ...]]] = eval(
-        f"lambda {parameters}: [({', '.join(names)},) {loops} if ({expression}\n)]", {"__builtins__": {}}
-    )
-    return function
+    return eval(f"lambda {parameters}: [({', '.join(names)},) {loops} if ({expression}\n)]", {"__builtins__": {}})
 
 
 def _bound(

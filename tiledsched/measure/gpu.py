@@ -324,10 +324,7 @@ class GpuRunner:
     ) -> list[int] | Failure:
         """Load it, run it on the first rows of the largest problem's inputs, and take digests of its first rows."""
         arguments = self._kernel.locator(), problem, largest, sizes
-        answer: list[int] | Failure = self.ask(
-            self._timeouts.begin_s, "rows", *arguments, candidates=[candidate], problem=problem
-        )
-        return answer
+        return self.ask(self._timeouts.begin_s, "rows", *arguments, candidates=[candidate], problem=problem)
 
     def ask(
         self,
@@ -424,10 +421,7 @@ class GpuRunner:
         expected_s = sum(map(self._expected, candidates)) / 1e6 * max(1, graph_launches)
         timeout_s = limits.sample_s + rounds * (len(candidates) * limits.each_sample_s + limits.slack * expected_s)
         order = self._draw_seed("order")
-        answer: list[Batch | Failure] | Failure = self.ask(
-            timeout_s, "sample", rounds, regime, order, gap_ms, graph_launches, candidates=candidates
-        )
-        return answer
+        return self.ask(timeout_s, "sample", rounds, regime, order, gap_ms, graph_launches, candidates=candidates)
 
     def _launch(self, candidate: Candidate, problem: Problem | None = None) -> Launch | Failure:
         """What the worker needs to run `candidate`, which is loaded first if it is not yet."""

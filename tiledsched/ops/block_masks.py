@@ -230,8 +230,7 @@ def find_lists(kernel: str, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) ->
     """
     is_plain = not is_traced() and is_plain_call() and are_ordinary((q, k))
     if not is_plain or arrays or q.device.type != process.runtime.device_type or process.runtime.is_capturing():
-        made: Tensor = lists_operator(q.detach(), k.detach(), list(arrays), kernel)
-        return made
+        return lists_operator(q.detach(), k.detach(), list(arrays), kernel)
     key = (kernel, q.shape, k.shape[2], q.device, process.runtime.current_stream(q.get_device()))
     with torch.inference_mode(False):  # whose tensors no gradient could save
         kept: Tensor = found.find(key, lambda: fill_lists(q, k, [], kernel))

@@ -75,10 +75,9 @@ def multiply(
         product = _own_kernel(
             product, epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays])
         )
-    out: Tensor = operator(product, **fields | more_fields)(
+    return operator(product, **fields | more_fields)(
         flat_rows(first), second, *more, *read, *gate_scales, *arrays
     )
-    return out
 
 
 @torch.compiler.assume_constant_result

@@ -199,13 +199,14 @@ def packed_rows(rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name in rows[0] if rows else ():
         values = [row.get(name) for row in rows]
-        kinds = {json.dumps(value): value for value in values}
+        written = [json.dumps(value) for value in values]
+        kinds = dict(zip(written, values, strict=True))
         if len(kinds) == 1:
             columns[name] = {"same": values[0]}
         elif len(kinds) <= min(len(CODES), len(rows) // 2):
             width = 1 if len(kinds) <= len(DIGITS) else 2
             codes = dict(zip(kinds, DIGITS if width == 1 else CODES, strict=False))
-            at = "".join(codes[json.dumps(value)] for value in values)
+            at = "".join(codes[each] for each in written)
             columns[name] = {"of": [*kinds.values()], "at": at, "width": width}
         elif all(isinstance(value, str) for value in values):
             columns[name] = {"texts": [texts.setdefault(str(each), len(texts)) for each in values]}
@@ -507,8 +508,8 @@ def _inline(text: str) -> str:
 
 def _shown(spec: Any) -> Any:
     """A chart's values with every text printable: a control character has no place in an SVG file."""
-    if isinstance(spec, Mapping):
-        return {_shown(key): _shown(value) for key, value in spec.items()}
+    if isinstance(spec, str):
+        return printable(spec)
     if isinstance(spec, (list, tuple)):
         return [_shown(value) for value in spec]
-    return printable(spec) if isinstance(spec, str) else spec
+    return {_shown(key): _shown(value) for key, value in spec.items()} if isinstance(spec, Mapping) else spec

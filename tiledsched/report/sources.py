@@ -64,21 +64,19 @@ class WithShipped:
             *(folder / "tables" / kernel.name).glob(f"{arch}.json"),
             *(path for path in recorded if archs.get(path, arch) == arch),
         ]
-        self._shipped: dict[str, StoredMeasurement] = {}
+        known: dict[tuple[Problem, str, str, str], dict[str, StoredMeasurement]] = defaultdict(dict)
         self._artifacts: dict[tuple[str, str], ArtifactRecord] = {}
         for table in _read_each(read_table, tables):
-            found = [
-                stored
-                for stored in table.measurements
-                if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem)
-            ]
-            # Times of two runs, often on two GPUs of one name, differ by several percent, and a landscape's leaders were
-            # timed in turn: what an earlier file has of its problems under its compiler is left out.
-            sizes = Counter(map(_conditions_of, found))
-            whole = {key for key, size in sizes.items() if size >= LANDSCAPE}
-            others = {uid: one for uid, one in self._shipped.items() if _conditions_of(one) not in whole}
-            self._shipped = others | {stored.uid: stored for stored in found}
+            found: dict[tuple[Problem, str, str, str], dict[str, StoredMeasurement]] = defaultdict(dict)
+            for stored in table.measurements:
+                if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem):
+                    found[_conditions_of(stored)][stored.uid] = stored
+            for conditions, members in found.items():
+                # Times of two runs, often on two GPUs of one name, differ by several percent, and a landscape's leaders were
+                # timed in turn: what an earlier file has of its problems under its compiler is left out.
+                known[conditions] = members if len(members) >= LANDSCAPE else known[conditions] | members
             self._artifacts |= {(each.arch, each.fingerprint): each for each in table.artifacts if each.arch == arch}
+        self._shipped = {uid: stored for members in known.values() for uid, stored in members.items()}
         self._measured = Counter(stored.measurement.problem for stored in self._shipped.values())
         self._measured += Counter(
             {each: n for each, n in db.measured_problems(arch, kernel).items() if self._is_reported(each)}

@@ -119,8 +119,7 @@ class RivalRaces:
             log.warning("%s: its rivals were not timed: %s", problem, answer.message)
             self._problem = None
             return None
-        times: list[RivalTime] = answer
-        return times
+        return answer
 
     def versions(self, problem: Problem) -> Mapping[str, str]:
         """Name -> version of every rival of `problem` that is installed; none where the process cannot say."""

@@ -207,8 +207,7 @@ def not_waiting(waits: bool = False) -> Iterator[list[Build]]:
 
 def missed_builds() -> list[Build] | None:
     """The builds that launches of this thread missed, to add to; None where they wait."""
-    missed: list[Build] | None = getattr(_thread, "missed", None)
-    return missed
+    return getattr(_thread, "missed", None)
 
 
 class ServedKernel(ct.kernel):

@@ -114,10 +114,9 @@ def decode(cls: type[T], data: Any, where: str) -> T:
     """
     decoder = _decoder(cls)  # type: ignore[arg-type]  # a class is hashable
     try:
-        value: T = decoder(data, "")
+        return decoder(data, "")
     except DatabaseError:  # decode again, this time with paths, which take time
-        value = decoder(data, where)
-    return value
+        return decoder(data, where)
 
 
 @cache

@@ -127,8 +127,7 @@ class TuningDB(Database):
                 "started_at": now(),
                 "finished_at": None,
             }
-            number: int = insert_row(session, RunRow, values)
-            return number
+            return insert_row(session, RunRow, values)
 
     def finish_run(self, run_id: int, status: str = "done") -> None:
         """Store that a run has ended, as done, interrupted or failed."""

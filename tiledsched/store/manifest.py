@@ -114,8 +114,7 @@ def published_figures(kernel: str) -> Mapping[str, Any]:
     """What `tuning_db/model/KERNEL/published.json` says of each GPU, by product name; nothing where there is no such file, or it
     is damaged."""
     found = model_file(kernel, "published.json")
-    devices: Mapping[str, Any] = found["devices"] if found else {}
-    return devices
+    return found["devices"] if found else {}
 
 
 def check_shipped(path: Path, data: bytes) -> None:

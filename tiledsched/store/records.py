@@ -46,8 +46,7 @@ class Printable:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict: schedules and problems become objects, times ISO 8601 text."""
-        data: dict[str, Any] = encode(self)
-        return data
+        return encode(self)
 
 
 @dataclass(frozen=True, kw_only=True)

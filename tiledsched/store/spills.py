@@ -56,8 +56,7 @@ def shipped_spills(kernel: str, arch: str, compiler: str) -> Spills:
     by_compiler = found["archs"].get(arch) if found else None
     if not by_compiler:
         return {}
-    known: Spills = by_compiler[nearest_compiler(dict.fromkeys(by_compiler, 1), compiler, fullest=False)]
-    return known
+    return by_compiler[nearest_compiler(dict.fromkeys(by_compiler, 1), compiler, fullest=False)]
 
 
 def joined(*of: Spills) -> Spills:

@@ -129,8 +129,7 @@ class Resources:
             self._close(name)
         if name not in self._opened:
             self._opened[name] = of, make()
-        opened: Opened = self._opened[name][1]
-        return opened
+        return self._opened[name][1]
 
     def _close(self, name: str) -> None:
         """Close what is open under a name. The rivals' process, which runs under the runner's hold of the GPU, ends before it."""
