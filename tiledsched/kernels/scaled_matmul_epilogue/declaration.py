@@ -81,7 +81,9 @@ class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc
         ScaledMatmul.constraints
         | CONSTRAINTS
         | {
-            "compute_capability != 90 or not PERSISTENT or SWAP or not (gate or (residual and fast_accum))": WAITS,
+            "compute_capability != 90 or not PERSISTENT or SWAP or not (gate or (residual and not blocks))": (
+                f"{WAITS}, or spills"
+            ),
             "not gate or fast_accum or 2 * TILE_M * TILE_N <= 2048 * num_worker_warps * num_ctas": (
                 "of sums in two places the compiler (13.5 on sm_90) spills some, or loads one step at a time"
             ),
