@@ -238,11 +238,11 @@ REFUSED = {
     "an activation": (lambda: ts.scaled_matmul(A, W.t(), *ROW[:2], activation="gleu"), "did you mean .gelu"),
     "8 bits without a scale": (
         lambda: ts.scaled_matmul(A, W.t(), *ROW[:2], out_dtype=EIGHT),
-        "give out_scale, got out_dtype = torch.float8_e4m3fn",
+        "got out_dtype = torch.float8_e4m3fn. Give out_scale, too",
     ),
     "a scale without 8 bits": (
         lambda: ts.scaled_matmul(A, W.t(), *ROW[:2], out_dtype=torch.float16, out_scale=SCALE),
-        "leave out out_dtype, got out_dtype = torch.float16",
+        "got out_dtype = torch.float16. Leave it out",
     ),
     "a bias of another type": (
         lambda: ts.scaled_matmul(A, W.t(), *ROW[:2], BIAS.half(), out_scale=SCALE),

@@ -878,7 +878,7 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
             1,
         ),
         "the residual of the first tile": (".load(place)", ".load((0, 0))", 1),
-        "no second part": ("if const.REST_N and column_of", "if False and column_of", 2),
+        "no second part": ("if part == 0 or column_of", "if part == 0 or False and column_of", 2),
         "the gate of the first columns": ("gates.load((step, work.column)", "gates.load((step, 0)", 6),
         "the same product twice": ("gates.load((step, work.column)", "columns.load((step, work.column)", 6),
         "the gate is not copied": ("copy_tile(Gate, PaddedGate, PAD_ROWS, PAD_COLUMNS)", "pass", 7),
@@ -899,8 +899,28 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         ),
     },
     "scaled_matmul_epilogue": {
-        "the gate with the scales of B": ("scaled(gate, ScaleA, ScaleGate", "scaled(gate, ScaleA, ScaleB", 2),
-        "the gate not scaled": ("gate = scaled(gate, ScaleA, ScaleGate, None, work, 0, const, scaling)", "pass", 2),
+        "the gate with the scales of B": ("scaled(gate, extras.scales[2]", "scaled(gate, extras.scales[1]", 2),
+        "the gate not scaled": (
+            "None if gate is None else scaled(gate, extras.scales[2], row, column, extras)",
+            "gate",
+            2,
+        ),
+        "one of two scales": ("acc * only_scale(extras.scales[0], scale)", "acc * only_scale(scale, scale)", 7),
+        "the scales of the first row": ("ct.gather(extras.scales[0], row)", "ct.gather(extras.scales[0], 0 * row)", 1),
+        "the scales of the first column": ("ct.gather(scale, column)", "ct.gather(scale, 0 * column)", 1),
+        "a second part's scales from the first's": (
+            "elements_of(work.row, place[1]",
+            "elements_of(work.row, 0 * place[1]",
+            5,
+        ),
+        "scaled behind the bias": (
+            "acc = scaled(acc, extras.scales[1], row, column, extras)\n    if bias is not None:\n        acc = acc + bias.astype(ct.float32)\n",
+            "acc = scaled(acc if bias is None else acc + bias.astype(ct.float32), extras.scales[1], row, column, extras)",
+            1,
+        ),
+        "sums of blocks scaled again": ("if scale is None or scale.ndim == 2:", "if scale is None:", 3),
+        "shares of blocks scaled again": ("if scale is None or scale.ndim == 2:", "if scale is None:", 8),
+        "shares not scaled": ("acc = scaled(acc, extras.scales[1], row, column, extras)", "pass", 4),
         "blocks of the gate with the scales of B": (
             "main_loop(A, Gate, ScaleA, ScaleGate",
             "main_loop(A, Gate, ScaleA, ScaleB",
@@ -910,30 +930,12 @@ MUTATIONS: dict[str, dict[str, tuple]] = {
         "the gate of the first columns": ("gates.load((step, work.column)", "gates.load((step, 0)", 2),
         "the gate is not transposed": ("ct.transpose(acc), ct.transpose(gate)", "ct.transpose(acc), gate", 2),
         "steps rounded down": ("range(ct.cdiv(A.shape[1], const.TILE_K))", "range(A.shape[1] // const.TILE_K)", 2),
-        "the gate left out": (
-            "store(C, work, 0, acc, gate, extras, const)",
-            "store(C, work, 0, acc, None, extras, const)",
-            2,
-        ),
-        "scaled behind the epilogue": (
-            "acc = scaled(parts[part], ScaleA, ScaleB, None, work, part, const, scaling)",
-            "acc = parts[part]",
-            1,
-        ),
+        "the gate left out": ("None if gates is None else gates[part]", "None", 2),
         "no second part": (
             "if part == 0 or column_of(work, part, const) * const.REST_N < C.shape[1]:",
             "if part == 0:",
             5,
         ),
-        "a second part's scales from the first's": (
-            "None, work, part, const, scaling)",
-            "None, work, 0, const, scaling)",
-            5,
-        ),
-        "shares without the scales of rows": ("ct.gather(ScaleA, row, check_bounds=not EVEN)", "1.0", 4),
-        "shares without the scales of columns": ("ct.gather(ScaleB, column, check_bounds=not EVEN)", "1.0", 4),
-        "shares without the one scale": ("total = total * only_scale(ScaleA, ScaleB)", "pass", 7),
-        "shares of blocks scaled again": ("elif not BLOCK_SCALES:", "else:", 8),
     },
     "grouped_matmul_epilogue": {
         "the scales of a group's first rows": (
@@ -988,7 +990,7 @@ SHARED = {
     "matmul_epilogue": "epilogue_tiles",
     "scaled_matmul": "products",
     "grouped_matmul": "products",
-    "scaled_matmul_epilogue": "scaled_matmul.tiles",
+    "scaled_matmul_epilogue": "epilogue_tiles",
     "grouped_matmul_epilogue": "grouped_matmul.tiles",
 }
 """Kernel -> the module of tile code that it shares with others, if that is not `rows`."""

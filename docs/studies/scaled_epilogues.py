@@ -80,7 +80,7 @@ def methods_of(given: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
 
     import tiledsched as ts
 
-    words = {} if "residual" in given else {"activation": "silu", "gate": "halves"}
+    words: dict[str, Any] = {} if "residual" in given else {"activation": "silu", "gate": "halves"}
     served = partial(ts.scaled_matmul, **given, **words, use_fast_accum=True)
 
     def own() -> Any:

@@ -21,7 +21,9 @@ import cuda.tile as ct
 from tiledsched.core.sources import compiled
 from tiledsched.kernels.epilogues import ARRAYS, LARGEST_E4M3
 from tiledsched.kernels.glu.tiles import gelu as exact_gelu, logistic
-from tiledsched.kernels.products import column_of, elements_of, part_view
+from tiledsched.kernels.products import column_of, elements_of, part_view, place_of, sum_of_shares
+from tiledsched.kernels.rows import over_tiles
+from tiledsched.kernels.scaled_matmul.tiles import only_scale
 
 ROW_ELEMENTS = 16
 """Elements of which rows of C are multiples where the TMA unit stores them."""
@@ -39,10 +41,12 @@ class Extras:
     """`[n]`, or `[groups, n]`."""
     residual: Any
     """An array of the shape of C."""
+    scales: Any
+    """The scales of A, B and Gate where they are of 8-bit floats; else None three times."""
+    BY_ROW: Any
+    """Whether every row of A and every column of B has such a scale of its own; else each of them has one, or blocks have."""
     scale: Any
     """`[1]` or `[m, 1]`, float32, by which results are divided before they are rounded to e4m3."""
-    TMA_STORE: bool
-    """Whether the TMA unit stores C: the compiler chooses it where it knows that rows are whole groups of 16 elements."""
 
 
 class KernelText(NamedTuple):
@@ -74,17 +78,57 @@ def entry_of(tiles, name, kernel, activation, present):
     taken += [each for each in present if each not in ("Gate", "ScaleGate")]
     own = "".join(f"{each}, " for each in kernel.own_arrays)
     kinds = (f"{each}: {'Bool' if each in BOOLEANS else 'Int'}" for each in entry.constants)
-    lines = [f"def {name}({', '.join([*taken, 'C', *kinds])}):"]
-    lines += [f"    {each} = None" for each in {*missing, *operands} - {*taken}]
-    tma = "TMA_STORE" if "TMA_STORE" in entry.constants else "False"
-    lines += [f"    extras = Extras(FUNCTION, ({own}), Bias, Residual, Scale, {tma})", f"    {entry.call}", ""]
+    absent = {*missing, *operands, "ScaleA", "ScaleB", "ROW_SCALES"} - {*taken, *entry.constants}
+    lines = [
+        f"def {name}({', '.join([*taken, 'C', *kinds])}):",
+        *(f"    {each} = None" for each in absent),
+        f"    extras = Extras(FUNCTION, ({own}), Bias, Residual, (ScaleA, ScaleB, ScaleGate), ROW_SCALES, Scale)",
+        f"    {entry.call}",
+        "",
+    ]
     names = {**vars(tiles), "Extras": Extras, "FUNCTION": kernel.epilogue or globals()[activation]}
     return compiled(f"<{name} of {kernel.name} {activation} {' '.join(present)}>", "\n".join(lines), names, name)
 
 
-BOOLEANS = {"PERSISTENT", "TMA_STORE", "COMBINE_EVEN", "SWAP", "STORE_VIEW", "ALIGNED", "fast_accum"}
-BOOLEANS |= {"ROW_SCALES", "BLOCK_SCALES", "WHOLE"}
+SUM = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")
+"""The constants of a sum of shares."""
+BOOLEANS = {
+    *("PERSISTENT", "TMA_STORE", "COMBINE_EVEN", "SWAP", "STORE_VIEW", "ALIGNED"),
+    *("fast_accum", "ROW_SCALES", "BLOCK_SCALES", "WHOLE"),
+}
 """The constants that are true or false."""
+
+
+def schedule_tiles(sums, arrays, C, extras, const, PERSISTENT, TMA_STORE):
+    """All of the current block's work tiles. `sums(arrays, work, const)` are tuples of the parts of the product of a work tile,
+    and of those of the gate, or None; TMA_STORE: the compiler is told that rows of C are whole groups of elements."""
+    tiles_m, tiles_n = ct.cdiv(C.shape[0], const.TILE_M), ct.cdiv(C.shape[1], const.TILE_N + const.REST_N)
+    over_tiles(finish_tile, tiles_m * tiles_n, PERSISTENT, tiles_m, tiles_n, sums, arrays, C, extras, const, TMA_STORE)
+
+
+def finish_tile(index, tiles_m, tiles_n, sums, arrays, C, extras, const, TMA_STORE):
+    """One work tile, start to finish."""
+    work = place_of(index, tiles_m, tiles_n, const)
+    parts, gates = sums(arrays, work, const)
+    for part in ct.static_iter(range(2 if const.REST_N else 1)):
+        if part == 0 or column_of(work, part, const) * const.REST_N < C.shape[1]:
+            store(C, work, part, parts[part], None if gates is None else gates[part], extras, const, TMA_STORE)
+
+
+def accumulate_gated(A, B, Gate, work, zeros, added, const):
+    """The sums of the products of A with B and with Gate over a work tile.
+
+    `added(acc, a, b, const)` are sums with the product of a step added to them; they begin as `zeros`.
+    """
+    latency = None if const.LATENCY == 0 else const.LATENCY
+    rows = A.tiled_view((const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO)
+    columns, gates = part_view(B, const.TILE_K, 0, const), part_view(Gate, const.TILE_K, 0, const)
+    acc, gate = zeros, zeros
+    for step in range(ct.cdiv(A.shape[1], const.TILE_K)):
+        a = rows.load((work.row, step), latency=latency)
+        acc = added(acc, a, columns.load((step, work.column), latency=latency), const)
+        gate = added(gate, a, gates.load((step, work.column), latency=latency), const)
+    return acc, gate
 
 
 def finished(acc, gate, bias, residual, row, column, extras):
@@ -92,8 +136,10 @@ def finished(acc, gate, bias, residual, row, column, extras):
 
     `gate` are the sums of the second product, `bias` and `residual` tiles that broadcast to the sums; each may be None.
     """
+    acc = scaled(acc, extras.scales[1], row, column, extras)
     if bias is not None:
         acc = acc + bias.astype(ct.float32)
+    gate = None if gate is None else scaled(gate, extras.scales[2], row, column, extras)
     acc = activated(acc, row, column, extras) if gate is None else activated(gate, row, column, extras) * acc
     if residual is not None:
         acc = acc + residual.astype(ct.float32)
@@ -103,14 +149,21 @@ def finished(acc, gate, bias, residual, row, column, extras):
     return acc
 
 
+def scaled(acc, scale, row, column, extras):
+    """Sums with the scales of A and the other operand. Sums with scales of blocks have them already."""
+    if scale is None or scale.ndim == 2:
+        return acc
+    if extras.BY_ROW:
+        return acc * ct.gather(extras.scales[0], row) * ct.gather(scale, column)
+    return acc * only_scale(extras.scales[0], scale)
+
+
 def scale_of(scale, row):
-    """The scale of all rows, or those of these rows, `[rows, 1]`."""
-    if scale.ndim == 1:
-        return ct.load(scale, (0,), (1,)).item()
-    return ct.gather(scale, (row, 0), padding_value=1.0)
+    """The scale of all results, or those of these rows, `[rows, 1]`."""
+    return ct.gather(scale, (row, 0), padding_value=1.0) if scale.ndim == 2 else ct.load(scale, (0,), (1,)).item()
 
 
-def store(C, work, PART, acc, gate, extras, const):
+def store(C, work, PART, acc, gate, extras, const, TMA_STORE):
     """Finish and store one part of a work tile."""
     place = (work.row, column_of(work, PART, const))
     width = const.REST_N if PART else const.TILE_N
@@ -120,13 +173,15 @@ def store(C, work, PART, acc, gate, extras, const):
     bias = None if extras.bias is None else ct.gather(extras.bias, column)
     residual = None if extras.residual is None else part_view(extras.residual, const.TILE_M, PART, const).load(place)
     tile = finished(acc, gate, bias, residual, row, column, extras).astype(C.dtype)
-    if extras.TMA_STORE:
+    if TMA_STORE:
         C = C.slice(1, 0, ct.assume_divisible_by(C.shape[1], ROW_ELEMENTS))
     part_view(C, const.TILE_M, PART, const).store(place, tile)
 
 
-def store_combined(C, row, column, total, extras, EVEN):
-    """Finish and store the sums of shares at these elements. EVEN: none of them lies beyond the edge."""
+def combine(Partial, C, extras, SPLIT_K, COMBINE_M, COMBINE_N, EVEN):
+    """C = the finished sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. EVEN: tiles divide C."""
+    row, column = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
+    total = sum_of_shares(Partial, row, column, SPLIT_K, EVEN)
     bias = None if extras.bias is None else ct.gather(extras.bias, column, check_bounds=not EVEN)
     residual = None if extras.residual is None else ct.gather(extras.residual, (row, column), check_bounds=not EVEN)
     tile = finished(total, None, bias, residual, row, column, extras)

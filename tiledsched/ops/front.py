@@ -54,10 +54,10 @@ def multiply(
     gate_scales: Sequence[Tensor] = (),
     **more_fields: Any,
 ) -> Tensor:
-    """A product with an epilogue.
+    """A product with an epilogue, or without one where there is no part of it.
 
     Args:
-        product: the kernel.
+        product: the kernel of the plain product.
         operands: the two factors, the first `[..., m, k]`, and what else the plain product takes.
         epilogue: an author's own function, or None.
         arrays: what it reads.
@@ -70,14 +70,15 @@ def multiply(
         DeclarationError: the author's function cannot be compiled, or takes another number of arrays.
     """
     first, second, *more = operands
+    if epilogue is None and not arrays and all(each is None for each in parts):
+        return cast(Tensor, operator(product)(flat_rows(first), second, *more))
     fields, second, read = read_call(first, second, epilogue, arrays, *parts)
+    product = f"{product}_epilogue"
     if epilogue is not None:
         product = _own_kernel(
             product, epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays])
         )
-    return operator(product, **fields | more_fields)(
-        flat_rows(first), second, *more, *read, *gate_scales, *arrays
-    )
+    return operator(product, **fields | more_fields)(flat_rows(first), second, *more, *read, *gate_scales, *arrays)
 
 
 @torch.compiler.assume_constant_result

@@ -317,7 +317,7 @@ class OpSchema:
             for tensor in [value] if isinstance(each.shape, str) and value is not None else ():
                 with suppress(KeyError):  # a size that is derived from the problem
                     shape = read_shape(each.shape, found.__getitem__)  # type: ignore[arg-type]
-                    derived = word in self.kernel.derived  # which the call checks, too
+                    derived = word in self.kernel.derived  # a type that the call checks
                     dtype = dtype_name(tensor) if derived else str(found.get(word, self._default(word)))
                     _check_tensor(name, each.shape, tensor, shape, dtype, lambda one, other: is_true(one != other))
         return self.results(given)
@@ -328,23 +328,19 @@ class OpSchema:
         outputs, p = [], None
         for name in self.outputs:
             each = self.kernel.array_fields[name]
+            dtype = found.get(_dtype_of(each), self._default(_dtype_of(each)))
             try:
-                if not isinstance(each.shape, str):
+                if not isinstance(each.shape, str) or dtype in self.kernel.derived:
                     raise LookupError(name)
                 shapes: tuple[Any, ...] = (read_shape(each.shape, lambda word: found[word]),)
             except LookupError:
                 p = p or self.empty_problem(given) or self.problem(given)
-                shapes = self.kernel.array_spec(name, p).shapes
-            word = _dtype_of(each)
-            if word in self.kernel.derived:
-                p = p or self.empty_problem(given) or self.problem(given)
+                shapes, dtype = (spec := self.kernel.array_spec(name, p)).shapes, spec.dtype
             layout = found.get(each.layout, self._default(each.layout)) if each.layout not in LAYOUTS else each.layout
             outputs.append(
                 Output(
                     shapes=shapes,
-                    dtype=str(
-                        getattr(p, word) if word in self.kernel.derived else found.get(word, self._default(word))
-                    ),
+                    dtype=str(dtype),
                     strides=tuple(strides_of(shape, layout == "column") for shape in shapes),
                     listed=each.listed,
                 )

@@ -50,11 +50,8 @@ def grouped_matmul(
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
-    if bias is activation is gate is residual is out_scale is epilogue is None and not arrays:
-        out: Tensor = operator("grouped_matmul")(a, b, offsets)
-        return out
     parts = bias, activation, gate, residual, out_scale
-    return multiply("grouped_matmul_epilogue", (a, b, offsets), epilogue, arrays, *parts)
+    return multiply("grouped_matmul", (a, b, offsets), epilogue, arrays, *parts)
 
 
 def _groups_product(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tiledsched.kernels.epilogue_tiles import KernelText, store, store_combined
-from tiledsched.kernels.matmul.tiles import MatmulConstants as MatmulConstants, copy_tile, main_loop, row_view
-from tiledsched.kernels.products import (
-    Bool as Bool,
-    Int as Int,
-    column_of,
-    elements_of,
-    part_view,
-    place_of,
-    sum_of_shares,
+from tiledsched.kernels.epilogue_tiles import (
+    SUM,
+    KernelText,
+    accumulate_gated,
+    combine as combine,
+    schedule_tiles as schedule_tiles,
 )
-from tiledsched.kernels.rows import over_tiles
+from tiledsched.kernels.matmul.tiles import MatmulConstants as MatmulConstants, copy_tile, main_loop
+from tiledsched.kernels.products import Bool as Bool, Int as Int
 
 PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY")
-SUM = ("SPLIT_K", "COMBINE_M", "COMBINE_N", "COMBINE_EVEN")
-SCHEDULE = "schedule_tiles(A, B, Gate, C, extras, MatmulConstants({}, 1{}))"
+SCHEDULE = "schedule_tiles(sums, (A, B, Gate), C, extras, MatmulConstants({}, 1{}), PERSISTENT, TMA_STORE)"
 ENTRIES = {
     "matmul_epilogue": KernelText("A B Gate", (*PRODUCT, "TMA_STORE"), SCHEDULE.format(", ".join(PRODUCT), "")),
     "matmul_epilogue_in_shares": KernelText(
@@ -47,41 +43,15 @@ def pad_gate(Gate, PaddedGate, PAD_ROWS: Int, PAD_COLUMNS: Int):
     copy_tile(Gate, PaddedGate, PAD_ROWS, PAD_COLUMNS)
 
 
-def schedule_tiles(A, B, Gate, C, extras, const):
-    """All of the current block's work tiles."""
-    tiles_m = ct.cdiv(C.shape[0], const.TILE_M)
-    tiles_n = ct.cdiv(C.shape[1], const.TILE_N + const.REST_N)
-    over_tiles(multiply, tiles_m * tiles_n, const.PERSISTENT, tiles_m, tiles_n, A, B, Gate, C, extras, const)
-
-
-def multiply(index, tiles_m, tiles_n, A, B, Gate, C, extras, const):
-    """One work tile, start to finish."""
-    work = place_of(index, tiles_m, tiles_n, const)
+def sums(arrays, work, const):
+    """The parts of the product of a work tile, and of that of the gate."""
+    A, B, Gate = arrays
     if Gate is None:
-        accumulators = main_loop(A, B, work, const)
-        store(C, work, 0, accumulators[0], None, extras, const)
-        if const.REST_N and column_of(work, 1, const) * const.REST_N < C.shape[1]:
-            store(C, work, 1, accumulators[1], None, extras, const)
-    else:
-        acc, gate = accumulate_gated(A, B, Gate, work, const)
-        store(C, work, 0, acc, gate, extras, const)
+        return main_loop(A, B, work, const), None
+    acc, gate = accumulate_gated(A, B, Gate, work, ct.zeros((const.TILE_M, const.TILE_N), ct.float32), added, const)
+    return (acc,), (gate,)
 
 
-def accumulate_gated(A, B, Gate, work, const):
-    """The sums of both products, each `[TILE_M, TILE_N]` in float32."""
-    latency = None if const.LATENCY == 0 else const.LATENCY
-    rows = row_view(A, const)
-    columns, gates = part_view(B, const.TILE_K, 0, const), part_view(Gate, const.TILE_K, 0, const)
-    acc = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
-    gate = ct.zeros((const.TILE_M, const.TILE_N), ct.float32)
-    for step in range(ct.cdiv(A.shape[1], const.TILE_K)):
-        a = rows.load((work.row, step), latency=latency)
-        acc = ct.mma(a, columns.load((step, work.column), latency=latency), acc)
-        gate = ct.mma(a, gates.load((step, work.column), latency=latency), gate)
-    return acc, gate
-
-
-def combine(Partial, C, extras, SPLIT_K, COMBINE_M, COMBINE_N, EVEN):
-    """C = the finished sum of Partial `[SPLIT_K, m, n]` over its first axis, always in the same order. EVEN: tiles divide C."""
-    row, column = elements_of(ct.bid(0), ct.bid(1), COMBINE_M, COMBINE_N)
-    store_combined(C, row, column, sum_of_shares(Partial, row, column, SPLIT_K, EVEN), extras, EVEN)
+def added(acc, a, b, const):
+    """Sums with the product of a step added to them."""
+    return ct.mma(a, b, acc)

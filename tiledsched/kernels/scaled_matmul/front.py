@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -60,6 +60,8 @@ def scaled_matmul(
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
+    if isinstance(gate, str) and scale_gate is None:  # else the latter is refused
+        gate, b, scale_gate, scale_b = _columns_of_both(b, scale_b, gate)
     rows, columns, kind = a.shape[:1], b.shape[1:], "row"
     if scale_a.numel() == 1 and scale_b.numel() == 1:
         kind = "tensor"
@@ -68,70 +70,59 @@ def scaled_matmul(
     ):
         kind, use_fast_accum = "block", False
         _check_blocks(a, b, scale_a, scale_b)
-    scales = _laid_out(scale_a, kind), _laid_out(scale_b, kind)
-    added, eight = residual if bias is None else bias, out_scale is not None
-    if out_dtype is not None and eight != (str(out_dtype).removeprefix("torch.") == E4M3):
+    eight = out_scale is not None
+    like = None if eight else residual if bias is None else bias
+    wanted = str(out_dtype or (E4M3 if eight else "bfloat16" if like is None else like.dtype)).removeprefix("torch.")
+    if (wanted == E4M3) != eight:
         raise ProblemError(
-            f"results are divided by out_scale if they are {E4M3}, and only then; {'leave out' if eight else 'give'} "
-            f"{'out_dtype' if eight else 'out_scale'}, got out_dtype = {out_dtype}"
+            f"results of {E4M3} are divided by out_scale, and no others are; got out_dtype = {out_dtype}. "
+            f"{'Leave it out' if eight else 'Give out_scale, too'}"
         )
-    if not eight and bias is not None and out_dtype not in (None, bias.dtype):
+    if bias is not None and not eight and out_dtype not in (None, bias.dtype):
         raise ProblemError(f"bias must be of the output's type, {out_dtype}, got {bias.dtype}; cast it")
+    operands = a, b, *(_laid_out(each, kind) for each in (scale_a, scale_b))
     if activation is gate is scale_gate is residual is out_scale is epilogue is None and not arrays:
-        typed = (
-            str(out_dtype or "bfloat16").removeprefix("torch.") if bias is None else bias
-        )  # which has the output's type
-        out: Tensor = operator("scaled_matmul", bias=bias is not None)(a, b, *scales, typed, kind, use_fast_accum)
-        return out
-    gate, b, scales, gate_scales = _gated(gate, scale_gate, b, scale_b, scales, kind)
-    kept = out_dtype or (added.dtype if added is not None and not eight else "bfloat16")
+        found = operator("scaled_matmul", bias=bias is not None)
+        # The bias has the output's type.
+        return cast(Tensor, found(*operands, wanted if bias is None else bias, kind, use_fast_accum))
+    if (gate is None) != (scale_gate is None) or isinstance(gate, str):
+        raise ProblemError("scale_gate belongs to a gate that is a tensor; give both or neither")
+    if scale_gate is not None:
+        check_shape("scale_gate", scale_gate, "scale_b", scale_b.shape)
     return multiply(
-        "scaled_matmul_epilogue",
-        (a, b, *scales),
+        "scaled_matmul",
+        operands,
         epilogue,
         arrays,
         *(bias, activation, gate, residual, out_scale),
-        gate_scales=gate_scales,
-        out_dtype=E4M3 if eight else str(kept).removeprefix("torch."),
+        gate_scales=() if scale_gate is None else [_laid_out(scale_gate, kind)],
+        out_dtype=wanted,
         scales=kind,
         fast_accum=use_fast_accum,
     )
 
 
 def _laid_out(scale: Tensor, kind: str) -> Tensor:
-    """A scale as the kernel takes it; those of columns lie along the first axis."""
-    if kind != "block":
-        return scale.reshape(-1)
-    turned = scale.t()
+    """A scale as the kernel takes it."""
+    turned = scale.t() if kind == "block" else scale.reshape(-1)
     return turned if turned.stride(-1) == 1 else turned.contiguous()
 
 
-def _gated(
-    gate: Any, scale_gate: Tensor | None, b: Tensor, scale_b: Tensor, scales: tuple[Tensor, Tensor], kind: str
-) -> tuple[Tensor | None, Tensor, tuple[Tensor, Tensor], list[Tensor]]:
-    """The gate, the second operand, the scales of both operands, and those of the gate.
+def _columns_of_both(b: Tensor, scale_b: Tensor, order: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gate's columns and the others of a matrix that holds both, and the scales of either.
 
     Raises:
-        ProblemError: the gate has no scales, or others than it should have.
+        ProblemError: columns of both have one scale, though others have another.
     """
-    if (scale_gate is None) == (gate is not None and not isinstance(gate, str)):
-        raise ProblemError("scale_gate belongs to a gate that is a tensor; give both or neither")
-    if scale_gate is not None:
-        if scale_gate.numel() != 1 or kind != "tensor":
-            check_shape("scale_gate", scale_gate, "scale_b", scale_b.shape)
-        return gate, b, scales, [_laid_out(scale_gate, kind)]
-    if gate is None:
-        return gate, b, scales, []
-    columns, of_columns, order = b.shape[-1] // 2, scales[1], gate
-    gate, b = columns_of_both(b, order)
-    if kind == "tensor":
-        return gate, b, scales, [of_columns]
-    if kind == "block" and (order == "interleaved" or columns % BLOCK):
+    gate, other = columns_of_both(b, order)
+    if scale_b.numel() == 1:
+        return gate, other, scale_b, scale_b
+    if scale_b.shape[-1] != b.shape[-1] and (order == "interleaved" or other.shape[-1] % BLOCK):
         raise ProblemError(
             f"a scale of {BLOCK} x {BLOCK} elements would be that of columns of both; give the gate as a tensor, and scale_gate"
         )
-    both = of_columns.chunk(2) if order == "halves" else (of_columns[::2].contiguous(), of_columns[1::2].contiguous())
-    return gate, b, (scales[0], both[1]), [both[0]]
+    parts = scale_b.chunk(2, -1) if order == "halves" else (scale_b[..., ::2], scale_b[..., 1::2])
+    return gate, other, *parts
 
 
 def _check_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:

@@ -5,11 +5,8 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy
 
 import tiledsched.core.fields as ts
 from tiledsched.core.kernel import Kernel
@@ -26,8 +23,8 @@ from tiledsched.kernels.epilogues import (
     EpilogueSimilarity,
     arrays_of,
 )
-from tiledsched.kernels.product_schedules import Launch
 from tiledsched.kernels.scaled_matmul.declaration import (
+    SHAPES,
     TOKENS,
     ScaledMatmul,
     ScaledMatmulCost,
@@ -35,15 +32,8 @@ from tiledsched.kernels.scaled_matmul.declaration import (
     scale_shapes,
 )
 
-SWIGLU, ADDED = {"gate": True, "activation": "silu"}, {"residual": True}
-MODELS: dict[str, tuple[tuple[int, int, dict[str, Any]], ...]] = {
-    "llama_8b": ((14336, 4096, SWIGLU), (4096, 14336, ADDED), (4096, 4096, ADDED)),
-    "llama_70b": ((28672, 8192, SWIGLU), (8192, 28672, ADDED), (8192, 8192, ADDED)),
-    "qwen_32b": ((27648, 5120, SWIGLU), (5120, 27648, ADDED), (5120, 5120, ADDED)),
-}
-"""Model -> (n, k, epilogue) of its linear layers, from published configurations (Llama 3.1, Qwen 2.5)."""
-LEAST_COLUMNS = 64
-"""Fewest columns of a work tile."""
+LAYERS: tuple[dict[str, Any], ...] = ({"residual": True}, {"gate": True, "activation": "silu"}, {"residual": True})
+"""The epilogues of a model's layers behind the first: the attention's output, gate and up together, and down."""
 
 
 class ScaledMatmulEpilogueCost(EpilogueCost, ScaledMatmulCost):
@@ -57,7 +47,7 @@ class ScaledMatmulEpilogueSimilarity(EpilogueSimilarity, ScaledMatmulSimilarity)
 
     def equivalents(self, p: Any, q: Any, s: Schedule) -> Sequence[Schedule]:
         """The schedule of a plain product with half the columns, of which a gated one has two products."""
-        halved = q.gate and not p.values.get("gate") and s.number("TILE_N") > LEAST_COLUMNS
+        halved = q.gate and not p.values.get("gate") and s.number("TILE_N") >= 128
         return [s.replace(TILE_N=s.number("TILE_N") // 2)] if halved else []
 
 
@@ -91,7 +81,9 @@ class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc
         ScaledMatmul.constraints
         | CONSTRAINTS
         | {
-            "compute_capability != 90 or not PERSISTENT or SWAP or not (gate or (residual and fast_accum))": WAITS,
+            "compute_capability != 90 or not PERSISTENT or SWAP or not (gate or (residual and not blocks))": (
+                f"{WAITS}, or spills"
+            ),
             "not gate or fast_accum or 2 * TILE_M * TILE_N <= 2048 * num_worker_warps * num_ctas": (
                 "of sums in two places the compiler (13.5 on sm_90) spills some, or loads one step at a time"
             ),
@@ -101,17 +93,17 @@ class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc
     exploring = {rule.replace("TILE_N", "(1 + gate) * TILE_N"): why for rule, why in ScaledMatmul.exploring.items()}
     suites = {
         name: [
-            {"m": m, "n": n, "k": k, "scales": "row", "fast_accum": True, **epilogue}
-            for n, k, epilogue in shapes
+            {"m": m, "n": n // (1 + ("gate" in more)), "k": k, "scales": "row", "fast_accum": True, **more}
+            for (n, k), more in zip(shapes[1:], LAYERS, strict=True)
             for m in TOKENS
         ]
-        for name, shapes in MODELS.items()
+        for name, shapes in SHAPES.items()
     }
     cost = ScaledMatmulEpilogueCost()
     similarity = ScaledMatmulEpilogueSimilarity()
 
     @staticmethod
-    def launches(p: Problem, s: Schedule, device: Any) -> list[Launch]:
+    def launches(p: Problem, s: Schedule, device: Any) -> list[Any]:
         """Those of the plain product, the last of which finishes the sums."""
         from tiledsched.kernels.epilogue_tiles import entry_of
         from tiledsched.kernels.scaled_matmul_epilogue import tiles
@@ -124,10 +116,11 @@ class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc
     def inputs(cls, xp: Any, rng: Any, p: Any) -> Mapping[str, Any]:
         """Scales that differ by up to four from one row to the next, with which sums are of the size of 1, where activations are
         curved; and a scale with which few results are cut."""
-        sizes = scale_shapes(p)
-        shapes = dict(zip(("ScaleA", "ScaleB", "ScaleGate"), (*sizes, sizes[1]), strict=True))
-        found = {name: 2.0 ** (2.0 * rng.random(shape, dtype=numpy.float32) - 1.0) for name, shape in shapes.items()}
-        return found | {"ScaleA": found["ScaleA"] / math.sqrt(p.k), "Scale": super().inputs(xp, rng, p)["Scale"]}
+        found = {
+            name: (2.0 ** rng.integers(-1, 2, size=scale_shapes(p)[name != "ScaleA"])).astype("float32")
+            for name in ("ScaleA", "ScaleB", "ScaleGate")
+        }
+        return found | {"ScaleA": found["ScaleA"] * p.k**-0.5, "Scale": super().inputs(xp, rng, p)["Scale"]}
 
     @staticmethod
     def small() -> list[Problem]:
