@@ -162,12 +162,11 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read, or is larger than any such file.
-        ValueError: the file is not valid TOML. The message says where.
-        FileFormatError: the file is compressed, or not in UTF-8.
+        ValueError: the file is not valid TOML, compressed, or not in UTF-8. The message says where.
     """
     try:
         return dict(_parsed_toml(plain_text(path, read_bounded(path, MOST_TYPED))))
-    except RecursionError as error:
+    except (RecursionError, FileFormatError) as error:
         raise ValueError(str(error)) from error
 
 
