@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
@@ -190,8 +189,8 @@ def print_summary(entries: Sequence[Entry]) -> None:
         place = kernel, counted, " and ".join(dict.fromkeys(entry.layer for entry in found))
         alike.setdefault(place, []).append(arch)
         modelled.setdefault(place, []).append(counts.get("modelled", 0))
-        days = [f"{when:%Y-%m-%d}" for entry in found if (when := _known_since(entry))]
-        newest[place] = max([newest.get(place, ""), *days])
+        known = (entry.measurement.created_at if entry.measurement else entry.updated_at for entry in found)
+        newest[place] = max([newest.get(place, ""), *(f"{when:%Y-%m-%d}" for when in known if when)])
     print("problems with a schedule, by kernel and arch")
     for place in sorted(alike, key=lambda each: (each[0], not each[1])):
         kernel, counted, layers = place
@@ -201,10 +200,6 @@ def print_summary(entries: Sequence[Entry]) -> None:
         since = f", newest {newest[place]}" if newest[place] else ""
         each = " each" * (len(archs) > 1)
         print_wrapped(f"{kernel} on {', '.join(archs)}: {counted}{each}{since}, layer {layers}", hanging="  ")
-
-
-def _known_since(entry: Entry) -> datetime | None:
-    return entry.measurement.created_at if entry.measurement else entry.updated_at
 
 
 def print_layers(
@@ -280,7 +275,6 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
     """Print the verdict, what is unlike between the sides, and what moved from A to B, slower first, with the winners where they
     changed.
     """
-    from tiledsched.report.compare import rows_to_show
     from tiledsched.report.comparison_text import conditions_of, drift_of, reasons_of, side_facts, verdict_of
 
     print_wrapped(verdict_of(found))
@@ -292,7 +286,7 @@ def print_compared(found: Comparison, *, everything: bool = False) -> None:
     print_wrapped(f"{plural(len(found.rows), 'problem')} on both sides{mean}")
     if drift := drift_of(found):
         print_wrapped(drift)
-    rows = rows_to_show(found, everything=everything)
+    rows = [row for row in found.rows if everything or row.verdict != "same" or row.winner_changed]
     shown = rows if everything else rows[:MOST_ROWS]
     if shown:
         print()

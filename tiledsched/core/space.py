@@ -202,15 +202,11 @@ class SearchSpace:
         """What constraints may read apart from knobs: the problem's fields, what is derived from them, and the arch's limits."""
         return problem.names | dict(self.limits)
 
-    def violations(self, schedule: Schedule, problem: Problem) -> list[str]:
-        """Every reason why `schedule` is not in this space for `problem`; empty for a valid schedule."""
-        return self._reasons(schedule, problem)
-
     def unworkable(self, schedule: Schedule, problem: Problem) -> list[str]:
         """Every reason why `schedule` cannot work for `problem`. A schedule that is only not explored works."""
         if self._allows(schedule) and self._works(self.constraint_values(problem) | dict(schedule.items())):
             return []
-        return self._reasons(schedule, problem, needed=True)
+        return self.violations(schedule, problem, needed=True)
 
     @cached_property
     def _choices(self) -> dict[str, frozenset[tuple[type, KnobValue]]]:
@@ -245,7 +241,10 @@ class SearchSpace:
         joined = function_of("(" + "".join(f"({each.require}\n), " for each in self.constraints) + ")", names)
         return lambda values: joined(*[values[name] for name in names])
 
-    def _reasons(self, schedule: Schedule, problem: Problem, *, needed: bool = False) -> list[str]:
+    def violations(self, schedule: Schedule, problem: Problem, *, needed: bool = False) -> list[str]:
+        """Every reason why `schedule` is not in this space for `problem`; empty for a valid schedule. With `needed`, only the
+        reasons why it cannot work.
+        """
         reasons = []
         for name, knob in self.knobs.items():
             if name not in schedule:

@@ -511,8 +511,3 @@ def _one_measurement(a: KnownTime | ProgramTime, b: KnownTime | ProgramTime) -> 
         return a.uid == b.uid
     times = zip(astuple(a.timing), astuple(b.timing), strict=True)
     return a.fingerprint == b.fingerprint and all(math.isclose(one, other, rel_tol=1e-5) for one, other in times)
-
-
-def rows_to_show(comparison: Comparison, *, everything: bool = False) -> Sequence[Compared]:
-    """The rows worth looking at: all except problems that are the same and have the same or a tied winner."""
-    return [row for row in comparison.rows if everything or row.verdict != "same" or row.winner_changed]

@@ -207,7 +207,7 @@ class WithoutSamples(MeasuredProblems):
                 found += session.execute(
                     self._selected("samples_us").where(MeasurementRow.id.in_(numbers[start : start + AT_ONCE]))
                 )
-        made = list(self.made(found, self._measurement, "samples_us"))
+        made = list(self.made(found, lambda row: self.rows.measurement(row, unread(row.sample_count)), "samples_us"))
         return made if ids is None else sorted(made, key=lambda each: (each.created_at, each.id), reverse=True)
 
     def plain_rows(self, session: Session, problem: Problem) -> Iterator[PlainRow]:
@@ -221,9 +221,6 @@ class WithoutSamples(MeasuredProblems):
     def _plain(self, row: Any) -> PlainRow:
         shared, schedule = self.circumstances(row), self.parents["schedules"][row.schedule_id]
         return PlainRow(row.id, row.run_id, schedule, shared, row.fingerprint, row.median_us, row.sample_count)
-
-    def _measurement(self, row: Any) -> StoredMeasurement:
-        return self.rows.measurement(row, unread(row.sample_count))
 
     def _of(self, problem: Problem) -> list[ColumnElement[bool]]:
         return [MeasurementRow.problem_id.in_(self.problems[problem][0]), *self._wanted]
