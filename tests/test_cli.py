@@ -16,7 +16,7 @@ import pytest
 from golden import check_golden, lacking, leaf_commands
 
 from tiledsched.build import toolchain
-from tiledsched.cli import Ended, _Stderr, app, main, progress, tuned_output
+from tiledsched.cli import Ended, _Stderr, app, main, progress, renamed, tuned_output
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
 from tiledsched.core import data_files, errors, labels, registry, space_files
@@ -236,6 +236,8 @@ def test_landscapes_tell_what_is_measured_and_where_the_regimes_disagree(home, c
         ("fly", "No such command 'fly'; see tiledsched --help"),
         ("db exprt", "No such command 'exprt'. Did you mean 'export'? see tiledsched db --help"),
         ("tune --db", "'--db' requires an argument; see tiledsched tune --help"),
+        ("warmup --arch sm_90 --decode", "--decode is gone; use --also decode"),
+        ("bench --csv x.csv --resume", "--resume is gone; use --csv FILE alone"),
     ],
 )
 def test_wrong_use_is_explained_and_exits_with_2(home, cli, line, words) -> None:
@@ -245,6 +247,25 @@ def test_wrong_use_is_explained_and_exits_with_2(home, cli, line, words) -> None
 
 
 COMMANDS = dict(leaf_commands(root))
+
+
+@pytest.mark.parametrize("old", renamed.COMMANDS)
+def test_an_old_command_names_the_new_one(cli, old) -> None:
+    assert cli([*old.split(), "--json"], code=2).err == f"tiledsched: {old} is gone; use {renamed.COMMANDS[old]}\n"
+    new = re.findall(r"tiledsched ((?:[a-z]+ ?)+)", renamed.COMMANDS[old])
+    assert [
+        name for name in new if " ".join(name.split()[:2]) not in COMMANDS and name.split()[0] not in COMMANDS
+    ] == []
+
+
+@pytest.mark.parametrize("flag", [flag for flag in renamed.FLAGS if flag.startswith("--")])
+def test_an_old_flag_of_attention_names_the_problem(cli, flag) -> None:
+    assert (
+        cli(["tune", flag, "16", "--verbose"], code=2).err == f"tiledsched: {flag} is gone; use {renamed.FLAGS[flag]}\n"
+    )
+    named = renamed.FLAGS[flag].removeprefix("-p ").split(",")[0]
+    if flag not in ("--window-right", "--page"):  # which need another beside them
+        assert read_problems(Attention, f"S=64,D=32,causal,B=1,heads=16,{named}")
 
 
 @pytest.mark.parametrize(
@@ -660,6 +681,7 @@ def test_show_without_a_filter_is_a_summary_or_of_the_gpu_here(cli, home, monkey
         ("show attention h200", "--arch h200"),
         ("show D=128", "-p D=128"),
         ("show measured", "--provenance measured"),
+        ("show --kernel attention", "show attention"),
         ("explain gb10", "--arch gb10"),
         ("report sm_90", "--arch sm_90"),
     ],

@@ -56,7 +56,7 @@ NAMED = {
 """Files that may name modules in strings, and why."""
 
 ATTENTIONS_WORDS = re.compile(r"\b(head_dim|seq_q|seq_k|kv_heads|causal)\b")
-ATTENTIONS_ROOMS = ("kernels/attention", "ops/", "studies/", "rivals/rows.py")
+ATTENTIONS_ROOMS = ("kernels/attention", "ops/", "studies/", "rivals/rows.py", "cli/renamed.py")
 HEAVY = ("torch", "cupy", "ray")
 HEAVY_ROOMS = {
     "torch": (

@@ -266,6 +266,8 @@ def test_times_without_machine_code_are_no_evidence(landscape, tmp_path, cli) ->
         (tmp_path / name).write_text(text)
         said = cli(["db", "import", str(tmp_path / name), "--db", str(tmp_path / "other.db")], code=2).err
         assert all(each in said for each in (name, *words))
+    gone = cli(["db", "export", "--landscapes", str(tmp_path), "--format", "csv"], code=2).err
+    assert "--format csv is gone; use --format tiledsched" in gone
 
 
 KNOBS = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tiledsched.cli import output, problems
+from tiledsched.cli import output, problems, renamed
 from tiledsched.core import config, problem, registry
 from tiledsched.core.device import ARCHS, arch_named, arch_spec
 from tiledsched.core.errors import ConfigError, DatabaseError, MeasureError
@@ -158,7 +158,7 @@ class Argument(click.Argument):
 
 
 class _Explained(click.Command):
-    """A command whose help has headings, and which says what flag a word lacks."""
+    """A command that knows what took the place of its old flags, and whose help has headings."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Its own parameters, then the options of the program, which may stand anywhere on the line, then `--help`."""
@@ -170,9 +170,14 @@ class _Explained(click.Command):
         ctx.meta["tiledsched.words"] = list(args)
         try:
             return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            renamed.check_flag(ctx.command_path, error.option_name)
+            raise
         except click.UsageError as error:
             for word in re.findall(r"unexpected extra arguments? \((.+)\)", error.message):
                 check_word(word)
+            for flag, word in re.findall(r"'(--\w+)': '(\w+)' is not one of", error.format_message()):
+                renamed.check_flag(ctx.command_path, f"{flag} {word}")
             error.ctx = error.ctx or ctx
             raise
 
@@ -258,6 +263,13 @@ class CommandGroup(_Explained, click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words of a command line. Without any word, the help is shown."""
         return super().parse_args(ctx, args or ["--help"])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or say what took the place of an old one."""
+        renamed.check_command(f"{ctx.command_path} {args[0]}")
+        return super().resolve_command(ctx, args)
 
 
 def _first_sentence(command: click.Command) -> str:
