@@ -91,7 +91,7 @@ EIGHT_BIT_QUERIES: dict[str, tuple[Any, ...]] = {
 LONG_QUERIES: dict[str, tuple[Any, ...]] = EIGHT_BIT_QUERIES | {
     "seq_q": (4500, 8192),
     "seq_k": (8192, 8208),
-    "head_dim": (128, 96),
+    "head_dim": (128, 96, 64),
     "value_dim": (0, 0, 64),
     "batch": (3, 5),
     "group": (3, 8),
@@ -185,7 +185,7 @@ UNTUNED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Kernel -> values of the fields of problems that are in no table; problems are drawn so that all pairs of values occur."""
 UNTUNED["rope_in_place"] = UNTUNED["rope"]
-MOST_DRAWN, MOST_OF_QUERIES, MOST_LONG = 48, 16, 12
+MOST_DRAWN, MOST_OF_QUERIES, MOST_LONG = 48, 16, 18
 """Problems drawn of a kernel."""
 TILED = {
     "rows": "TILE_ROWS",

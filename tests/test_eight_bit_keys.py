@@ -203,7 +203,8 @@ def test_lengths_that_stand_for_others_are_lengths_of_queries_in_8_bits(keys):
         ({"seq_k": 8208}, Q8_LONG_TILE | {"loop_split": True}),
         ({"causal": True}, Q8_LONG_CAUSAL | {"loop_split": True}),
         ({"seq_q": 4096, "seq_k": 4096}, Q8_TILE),  # as many keys as lie between what was timed
-        ({"head_dim": 64}, Q8_TILE),
+        ({"head_dim": 64}, Q8_TILE | {"qk_ahead": True}),
+        ({"head_dim": 64, "seq_q": 2048, "seq_k": 2048}, Q8_TILE | {"qk_ahead": False}),
         ({"heads": 1, "kv_heads": 1}, Q8_TILE),  # 128 blocks, where none was timed with so few
         ({"causal": True, "window": 500}, Q8_TILE | {"persistent": "no"}),
     ],
