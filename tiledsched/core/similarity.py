@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from tiledsched.core.cost import Cost
 from tiledsched.core.errors import ProblemError
@@ -25,6 +25,9 @@ MOST_JUDGED = 512
 
 class Similarity:
     """How a kernel's problems compare. `p` and `q` are problems of the kernel."""
+
+    own_first: ClassVar[bool] = False
+    """Whether schedules of the kernel whose search space this one has are served only where no problem of its own is alike."""
 
     def weight(self, p: Any, q: Any) -> float:
         """How much the measurements of `q` count for the search on `p`: 1 for equal problems, less for each difference."""

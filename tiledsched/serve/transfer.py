@@ -147,6 +147,9 @@ def nearby(
     parameters: TransferParameters = NEAR_KIND,
 ) -> Nearby | None:
     """What entries say about schedules for a problem; None where there is none. The arguments are those of :func:`transfer`."""
+    entries = list(entries)
+    if problem.declaration.similarity.own_first:
+        entries = [entry for entry in entries if entry.kernel == problem.kernel] or entries
     near = sorted(
         ((distance_of(entry, problem), entry) for entry in entries),
         key=lambda pair: (pair[0], pair[1].problem, pair[1].device_name),

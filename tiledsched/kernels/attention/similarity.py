@@ -46,6 +46,8 @@ FEATURES = tuple(name for name in FIELDS if not name.startswith("window"))
 class AttentionSimilarity(Similarity):
     """How attention problems compare; the constants are discussed in docs/results/serving.md."""
 
+    own_first = True
+
     def weight(self, p: Any, q: Any) -> float:
         """How much the measurements of `q` count for the search on `p`: 1 for equal problems, less for each difference.
 
