@@ -49,8 +49,8 @@ def adapted(kernel: Any, p: Any, s: Schedule, arch: str) -> Schedule:
 
     Where a function only hides keys and reads no arrays, it is tried at a few places. One that shows many of more than 4096 keys
     keeps blocks of 128 x 128 that won: a causal mask takes 0.91 of the time of small tiles at 16384 keys of 128 columns, and a
-    window of 512 keys 1.11. One that shows few of at least 4096 keys of up to 64 columns gets small tiles, three to an SM: a window of
-    512 keys takes 0.97 of the time of other tiles (one H200, 2026-11-29; docs/results/attention_variants.md).
+    window of 512 keys 1.11. One that shows few of at least 4096 keys of up to 64 columns gets small tiles, three to an SM: a
+    window of 512 keys takes 0.97 of the time of other tiles (one H200, 2026-11-29; docs/results/attention_variants.md).
 
     Where a function hides keys, blocks that take one work tile each begin with the last rows of a few heads, which most masks
     show the most keys: a launch that ends with such rows leaves most of the GPU without work meanwhile.
