@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import tiledsched as ts
-from tiledsched.core.errors import UnsupportedError
+from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.kernels.epilogues import ACTIVATIONS
 from tiledsched.kernels.grouped_matmul import front
 from tiledsched.ops.front import operator
@@ -203,3 +203,36 @@ def test_nothing_at_all_has_gradients_of_nothing(launches):
     assert a.grad.shape == (0, K)
     assert b.grad.shape == b.shape
     assert not b.grad.any()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_gradient_of_relu_is_that_of_the_sign_of_the_output(launches, grouped):
+    """The product alone rounds to 1, so that a bias of -1 would leave nothing of a sum of 2**-12."""
+    x = torch.zeros(1, 16, dtype=torch.bfloat16)
+    x[0, 0], x[0, 1] = 1.0, 2.0**-12
+    w, bias = (
+        torch.ones(16, 16, dtype=torch.bfloat16),
+        torch.full((16,), -1.0, dtype=torch.bfloat16, requires_grad=True),
+    )
+    if grouped:
+        out = ts.grouped_matmul(x, w[None], torch.tensor([1], dtype=torch.int32), bias[None], "relu")
+    else:
+        out = ts.matmul(x, w, bias, "relu")
+    out.sum().backward()
+    assert (out > 0).all()
+    assert (bias.grad == 1).all()
+
+
+def test_gradients_of_no_groups_and_of_no_columns(launches):
+    a = A.clone().requires_grad_()
+    ts.grouped_matmul(a, B[:0], ENDS[:0]).sum().backward()
+    assert not a.grad.any()
+    b = B[:, :, :0].clone().requires_grad_()
+    ts.grouped_matmul(A, b, ENDS).sum().backward()
+    assert b.grad.shape == b.shape
+
+
+def test_rows_of_more_axes_are_refused_where_the_result_would_not_have_them(launches):
+    for more in ({}, {"activation": "silu"}):
+        with pytest.raises(ProblemError, match="must have 2 axes"):
+            ts.grouped_matmul(A[None], B, ENDS, **more)

@@ -58,7 +58,7 @@ def multiply(
 
     Args:
         product: the kernel of the plain product.
-        operands: the two factors, the first `[..., m, k]`, and what else the plain product takes.
+        operands: the two factors, the first `[m, k]`, or `[..., m, k]` for `matmul`, and what else the plain product takes.
         epilogue: an author's own function, or None.
         arrays: what it reads.
         parts: the other arguments of :func:`tiledsched.kernels.epilogues.read_call`.
@@ -70,15 +70,16 @@ def multiply(
         DeclarationError: the author's function cannot be compiled, or takes another number of arrays.
     """
     first, second, *more = operands
+    flat = flat_rows(first) if product == "matmul" else first  # only `matmul` gives the result the axes of its input
     if epilogue is None and not arrays and all(each is None for each in parts):
-        return cast(Tensor, operator(product)(flat_rows(first), second, *more))
+        return cast(Tensor, operator(product)(flat, second, *more))
     fields, second, read = read_call(first, second, epilogue, arrays, *parts)
     product = f"{product}_epilogue"
     if epilogue is not None:
         product = _own_kernel(
             product, epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays])
         )
-    return operator(product, **fields | more_fields)(flat_rows(first), second, *more, *read, *gate_scales, *arrays)
+    return operator(product, **fields | more_fields)(flat, second, *more, *read, *gate_scales, *arrays)
 
 
 @torch.compiler.assume_constant_result
@@ -178,8 +179,8 @@ class Steps(NamedTuple):
     """Of d and B, the gradient of B."""
     bias: Callable[[Tensor], Tensor]
     """Of d, the gradient of the bias."""
-    added: Tensor | None
-    """What the bias adds to the product; None without a bias."""
+    biased: Callable[[Tensor, Tensor], Tensor]
+    """A @ B with the bias added before the sums are rounded, so that they have the signs that the result was made of."""
     finished: Callable[[Tensor], Tensor]
     """From the gradient of A, as products leave it, to what is returned."""
 
@@ -216,8 +217,7 @@ def _gradients(
     aten, found, factors = torch.ops.aten, {"Residual": d}, {}
 
     def sums() -> Tensor:
-        made = steps.product(given["A"], given["B"])
-        return made if steps.added is None else made + steps.added
+        return (steps.biased if "Bias" in given else steps.product)(given["A"], given["B"])
 
     if "Gate" in given:
         gate = steps.product(given["A"], given["Gate"])

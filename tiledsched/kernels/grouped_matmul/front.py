@@ -61,8 +61,10 @@ def _groups_product(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     whole groups of 16 bytes, to which others are filled up. Float16 and other GPUs take a product for each group, whose rows are
     counted on the host.
     """
+    if not x.numel() or not y.numel():
+        return x.new_zeros(offsets.shape[0], x.shape[1], y.shape[1])
     major = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else None
-    if x.dtype == torch.bfloat16 and major in (None, 9, 10) and x.numel():
+    if x.dtype == torch.bfloat16 and major in (None, 9, 10):
         made = torch._grouped_mm(_aligned(x).t(), _aligned(y), offs=offsets)
         if major != 9:
             # On sm_100 the matrices of empty groups may be what was in memory: github.com/pytorch/pytorch/issues/172439
@@ -93,16 +95,16 @@ _groups_operator = register(
 
 
 def _steps(given: dict[str, Tensor]) -> Steps:
-    a, ends, bias = given["A"], given["Offsets"], given.get("Bias")
+    a, ends = given["A"], given["Offsets"]
     rows = torch.arange(a.shape[0], dtype=ends.dtype, device=a.device)
     return Steps(
         lambda x, b: operator("grouped_matmul")(x, b, ends),
         # It lies as B does, so that what accumulates gradients copies nothing.
         weights=lambda d, b: _groups_operator(d, a, ends).mT if b.stride(1) == 1 else _groups_operator(a, d, ends),
         bias=lambda d: _groups_operator(d.new_ones(d.shape[0], 1), d, ends)[:, 0],
-        added=None if bias is None else bias[torch.searchsorted(ends, rows, right=True).clamp_(max=bias.shape[0] - 1)],
+        biased=lambda x, b: multiply("grouped_matmul", (x, b, ends), None, (), given["Bias"], None, None, None, None),
         # The product leaves rows from the last end on as they are in memory, NaNs among them.
-        finished=lambda found: found.masked_fill_((rows >= ends[-1])[:, None], 0),
+        finished=lambda found: found.masked_fill_((rows >= ends[-1])[:, None], 0) if len(ends) else found.zero_(),
     )
 
 

@@ -65,7 +65,7 @@ def _steps(given: dict[str, Tensor]) -> Steps:
         product,
         weights=lambda d, b: product(given["A"].t(), d),
         bias=lambda d: d.sum(0),
-        added=given.get("Bias"),
+        biased=lambda x, b: multiply("matmul", (x, b), None, (), given["Bias"], None, None, None, None),
         finished=lambda found: found,
     )
 
