@@ -257,3 +257,14 @@ def test_what_is_refused(launches, dtype, scales, words):
     with pytest.raises(ProblemError, match=words):
         ts.sdpa(rows(), k, k, **scales)
     assert launches == []
+
+
+def test_scales_of_16_bits_are_multiplied_in_32_and_outputs_have_the_axes_of_queries(launches):
+    """Their product was 0 in float16, so that each row was the mean of all values."""
+    q, k, v = (torch.randn(1, 1, rows, 64).to(EIGHT) for rows in (80, 96, 96))
+    small = torch.tensor(1e-4).half()
+    found = ts.sdpa(q, k, v, q_scale=small, k_scale=small, v_scale=1.0, scale=1e7)
+    wanted = ts.sdpa(q, k, v, q_scale=float(small), k_scale=float(small), v_scale=1.0, scale=1e7)
+    torch.testing.assert_close(found, wanted)
+    with ts.configure(fallback="torch"), pytest.warns(UserWarning, match="axes"):
+        assert ts.sdpa(q[0, 0], k[0, 0], v[0, 0], q_scale=0.1, k_scale=0.1, v_scale=0.1).shape == (80, 64)

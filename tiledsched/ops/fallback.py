@@ -81,7 +81,10 @@ def attend_in_torch(
     if features.k_scale is not None:
         q = q.to(output_dtype(q))
         k, v = (
-            (each.float() * by.float().reshape((-1, 1, 1, 1) if features.kv8 == "page" else (-1, 1, 1))).to(q.dtype)
+            (
+                each.float()
+                * by.float().reshape(() if by.numel() == 1 else (-1, 1, 1, 1) if features.kv8 == "page" else (-1, 1, 1))
+            ).to(q.dtype)
             for each, by in ((k, features.k_scale), (v, features.v_scale))
         )
         features = features._replace(k_scale=None, v_scale=None)

@@ -245,7 +245,7 @@ def read_scales(q: Any, k: Any, q_scale: Any, k_scale: Any, v_scale: Any, pages:
             )
         found[name] = each.reshape(sizes[shape])
     if q_scale is not None:
-        found["k_scale"] = found["k_scale"] * found.pop("q_scale")
+        found["k_scale"] = found["k_scale"].float() * found.pop("q_scale").float()
     if found["k_scale"].shape != found["v_scale"].shape:
         raise ProblemError(
             f"k_scale (times q_scale) and v_scale must have one shape, got {tuple(found['k_scale'].shape)} and "
