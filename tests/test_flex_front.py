@@ -559,3 +559,19 @@ def test_explain(launches) -> None:
         pytest.raises(UnsupportedError, match=r"q is on cpu.*flex leaves this call to its ref"),
     ):
         ts.explain(q, k, v, mask_mod=mods.causal)
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["sequences", "heads"])
+def test_a_block_mask_of_one_head_or_sequence_is_refused_for_more_where_its_function_tells_them_apart(launches, axis):
+    """It was taken as that of all, and the output was wrong."""
+
+    def by_head(b, h, q_idx, kv_idx, *arrays):
+        return (kv_idx <= q_idx) & (q_idx - kv_idx <= 64 * (b + h))
+
+    q, k, v = tensors(batch=2, heads=2, kv_heads=2, rows=300)
+    one = [each.narrow(axis, 0, 1) for each in (q, k)]
+    with pytest.raises(ProblemError, match="block_mask is for"):
+        ts.flex(q, k, v, block_mask=ts.block_mask(by_head, *one))
+    agrees = ts.flex(q, k, v, block_mask=ts.block_mask(by_head, q, k)) - ts.flex(q, k, v, mask_mod=by_head)
+    assert not agrees.any()
+    assert "0% seen in full" in str(ts.block_mask(mods.causal, q[:, :, :0], k))

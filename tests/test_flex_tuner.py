@@ -383,3 +383,12 @@ def test_a_variant_is_baked_as_a_module_and_not_as_a_patch(here, cli) -> None:
     words = f"bake mymods.py:my_causal {P} --arch sm_121"
     assert f"def {name}_schedule(" in cli(words).out
     assert "write a module: -o FILE.py" in cli(f"{words} -o x.patch", code=2).err
+
+
+def test_a_mask_that_fails_where_it_is_tried_is_served_as_one_of_which_nothing_is_known() -> None:
+    def divides(b, h, q_idx, kv_idx, *arrays):
+        return kv_idx % (2048 // (q_idx + 1)) <= q_idx
+
+    failing = flex_attention(mask_mod=divides)
+    p = Attention.problem(**SIZES | {"seq_q": 8192, "seq_k": 8192})
+    assert lent(entry(p, schedule=SPACE.default(p)), failing).schedule["occupancy"] == 2

@@ -62,6 +62,8 @@ class BlockMask:
     """Number of query rows, seq_q."""
     keys: int
     """Number of keys, seq_k."""
+    of: tuple[int | None, int | None] = (None, None)
+    """The numbers of sequences and of heads that it was made for; None where the mask is the same for any number."""
     key: tuple[Any, ...] = field(init=False, repr=False)
     """What the plan of a call depends on."""
 
@@ -121,7 +123,7 @@ class BlockMask:
             for i in range(0, rows, step)
         ]
         which = f", the first of {batches * heads} masks" if batches * heads > 1 else ""
-        shares = [100 * (states == state).double().mean().item() for state in (2, 1, 0)]
+        shares = [100 * int((states == state).sum()) / max(1, states.numel()) for state in (2, 1, 0)]
         return "\n".join(
             [
                 f"{self.rows} rows x {self.keys} keys in blocks of {BLOCK}: {shares[0]:.0f}% seen in full ({MARKS[2]}),",
@@ -158,8 +160,10 @@ def block_mask(mask_mod: Callable[..., Any], q: Tensor, k: Tensor, arrays: tuple
     if q.ndim == k.ndim == 3:
         q, k = q[None], k[None]
     _, mask, arrays = read_mods(None, mask_mod, arrays, q)
-    lists = find_lists(variant_named(None, mask, types_of(arrays)), q, k, arrays)
-    return BlockMask(lists, mask_mod, q.shape[2], k.shape[2])
+    kernel = variant_named(None, mask, types_of(arrays))
+    by_sequence, by_head = tells_apart(kernel)
+    sizes = q.shape[0] if by_sequence else None, q.shape[1] if by_head else None
+    return BlockMask(find_lists(kernel, q, k, arrays), mask_mod, q.shape[2], k.shape[2], sizes)
 
 
 def read_arrays(arrays: Any, q: Tensor) -> tuple[Tensor, ...]:
@@ -235,6 +239,13 @@ def find_lists(kernel: str, q: Tensor, k: Tensor, arrays: tuple[Tensor, ...]) ->
     with torch.inference_mode(False):  # whose tensors no gradient could save
         kept: Tensor = found.find(key, lambda: fill_lists(q, k, [], kernel))
     return kept
+
+
+@torch.compiler.assume_constant_result
+def tells_apart(kernel: str) -> tuple[bool, bool]:
+    """Whether the mask of a kernel of attention is another one for each sequence, and for each head."""
+    derived, two = kernel_named(kernel).derived, SimpleNamespace(batch=2, heads=2)
+    return derived["mask_batch"](two) > 1, derived["mask_heads"](two) > 1
 
 
 def shape_of_lists(kernel: str, q: Any, k: Any) -> tuple[Any, ...]:

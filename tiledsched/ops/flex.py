@@ -364,7 +364,10 @@ def _check_sizes(block_mask: BlockMask, q: Any, k: Any) -> None:
         ProblemError: it is for other sizes or another device.
     """
     lists, sizes = block_mask.lists, (block_mask.rows, block_mask.keys)
-    fits = lists.shape[0] in (1, q.shape[0]) and lists.shape[1] in (1, q.shape[1]) and lists.device == q.device
+    fits = lists.device == q.device and all(
+        made == size or (made == 1 and of is None)
+        for made, of, size in zip(lists.shape, block_mask.of, q.shape, strict=False)
+    )
     if not fits or sizes != (q.shape[2], k.shape[2]):
         raise ProblemError(
             f"block_mask is for {sizes[0]} rows and {sizes[1]} keys, with lists {tuple(lists.shape)} on {lists.device}; these "

@@ -36,6 +36,7 @@ def tuning_traits(score_mod: Any, mask_mod: Any) -> dict[str, Any]:
         "batch_dims": () if mask_mod else Attention.batch_dims,
         "unordered": "takes the blocks that all their rows see last",
         "counted_work": "of all pairs" if mask_mod else "",
+        "adapts": True,
         "adapted": classmethod(adapted),
     }
 
@@ -87,13 +88,17 @@ MANY, FEW = 0.4, 0.2
 
 
 @functools.cache
-def share_seen(mask_mod: Any, rows: int, keys: int) -> float:
-    """About the share of pairs of a row and a key that a mask without arrays shows, of the first sequence and head."""
-    from tiledsched.interpreter import evaluate
+def share_seen(mask_mod: Any, rows: int, keys: int) -> float | None:
+    """About the share of pairs of a row and a key that a mask without arrays shows, of some sequences and heads; None where it
+    fails in NumPy, as a division by zero does, of which a GPU says nothing."""
+    from tiledsched.interpreter import InterpreterError, evaluate
 
     drawn = np.random.default_rng(0)  # even steps would meet a pattern of even steps
-    q_idx, kv_idx = (drawn.integers(size, size=64, dtype=np.int32) for size in (rows, keys))
-    return float(evaluate(mask_mod, 0, 0, q_idx[:, None], kv_idx[None]).mean())
+    b, h, q_idx, kv_idx = (drawn.integers(size, size=64, dtype=np.int32) for size in (4, 16, rows, keys))
+    try:
+        return float(evaluate(mask_mod, b[:, None], h[:, None], q_idx[:, None], kv_idx[None]).mean())
+    except InterpreterError:
+        return None
 
 
 SMALL: dict[str, Any] = {
