@@ -661,6 +661,9 @@ class Declaration:
         """Whether the kernel has the search space of another one, whose winners serve it until it is tuned."""
         return cls.space not in ("", cls.name)
 
+    adapts: ClassVar[bool] = False
+    """Whether :meth:`adapted` changes schedules."""
+
     @classmethod
     def adapted(cls, p: Problem, s: Schedule, arch: str) -> Schedule:
         """The schedule that serves this kernel where `s` won on a problem of the kernel whose search space this one has."""

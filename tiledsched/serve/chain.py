@@ -283,7 +283,9 @@ class Neighbours(Link):
         near = f"{question.origin(found.entry)}the nearest problem{what} is {found.entry.problem}, {where}"
         if question.is_own(found.entry):
             near = f"this problem was {where}, and its winner is outside of today's search space"
-        said = f"{near}; by the measurements of {judges}, this schedule is expected to lose least"
+        said = f"{near}; by the measurements of {judges} and the model, this schedule is expected to lose least"
+        if question.origin(found.entry) and table.kernel.adapts:
+            said = f"{near}; its tiles are adapted to this kernel"
         return Served(
             schedule=found.schedule,
             provenance="transferred",

@@ -75,7 +75,7 @@ class Explanation:
         alike = problem_class(kernel, self.problem, schedule, device)
         if any(problem_class(kernel, each, schedule, device) == alike for each in gated):
             return ""
-        which = f"sizes like these, only for {gated[0]}" if gated else "any size"
+        which = f"problems like this one, only for {gated[0]}" if gated else "any size"
         asked = {EXACT: "", INVARIANT: " --numerics invariant"}.get(
             self.schedule_class, f" --accum-mode {self.schedule_class}"
         )
@@ -201,13 +201,18 @@ class Explanation:
         layer = f" ({entry.layer} layer)" if entry.layer else ""
         numbers = entry.same_numbers or entry.batch_invariant
         source = entry.source.removesuffix(f"; {numbers}")
+        schedule, runner_up, ties = f"schedule {entry.schedule.short()}:", entry.runner_up, entry.ties
+        if (
+            plain and self.problem.declaration.adapts
+        ):  # what was measured had other tiles, which the entry does not tell
+            schedule, runner_up, ties = "whose winner's tiles are adapted to this kernel:", None, ()
         return [
-            ("evidence is for", "" if is_own else f"{plain}{entry.problem}, schedule {entry.schedule.short()}:"),
+            ("evidence is for", "" if is_own else f"{plain}{entry.problem}, {schedule}"),
             ("measured", measured),
             ("held down", slowed),
             ("modelled", modelled),
-            ("runner-up", f"{entry.runner_up.short()} ({margin})" if entry.runner_up is not None else ""),
-            ("tied with", "; ".join(tie.short() for tie in entry.ties)),
+            ("runner-up", f"{runner_up.short()} ({margin})" if runner_up is not None else ""),
+            ("tied with", "; ".join(tie.short() for tie in ties)),
             ("raced", "; ".join(map(rival_text, entry.rivals or ()))),
             ("numbers", numbers),
             ("evidence", f"{source}, {entry.candidates} distinct programs compared{layer}"),
