@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tiledsched.core.cost import tensor_rate
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.problem import unit_of
 from tiledsched.core.schedule import named_tile
@@ -332,8 +333,9 @@ def ceilings_of(report: Report, one: ProblemReport) -> dict[str, tuple[float, fl
         each.sm_clock_mhz[1] for each in report.conditions if each.sm_clock_mhz and each.device.name == one.device_name
     ]
     ghz = max(clocks) / 1e3 if clocks else spec.clock_ghz
-    peak = spec.tensor_flops * spec.sm_count * ghz / 1e3
-    rates = f"{spec.sm_count} SMs x {spec.tensor_flops} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s"
+    per_cycle = spec.tensor_flops * tensor_rate(one.problem)
+    peak = per_cycle * spec.sm_count * ghz / 1e3
+    rates = f"{spec.sm_count} SMs x {per_cycle:g} FLOP x {ghz:.2f} GHz; {spec.dram_gbps:.0f} GB/s"
     found = {f"computed: {rates}": (peak, spec.dram_gbps)}
     measured = {each.unit: each for each in report.ceilings if each.device_name == one.device_name}
     if one.device_name and len(measured) == 2:
