@@ -366,3 +366,20 @@ def test_torchs_rival_is_the_reference_before_it_is_rounded(p, monkeypatch):
     found = kernel.rivals(p)["torch"](*tensors).double().numpy()
     tolerance = 0.07 if p.quantised else 0.03
     np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scale_b": torch.ones(512, 1)}, "so does scale_b: one number"),
+        ({"scale_b": torch.ones(3, 2)}, "so does scale_b: one number"),
+        ({"activation": ["silu"]}, "known are"),
+        ({"out_dtype": float}, "out_dtype must be"),
+        ({"a": torch.zeros(1, 17, 272).to(torch.float8_e4m3fn)}, "must have 2 axes"),
+    ],
+)
+def test_hasty_calls_are_refused_in_words(launches, given, message):
+    a, b = torch.zeros(17, 272).to(torch.float8_e4m3fn), torch.zeros(512, 272).to(torch.float8_e4m3fn).t()
+    words = {"a": a, "b": b, "scale_a": torch.ones(1), "scale_b": torch.ones(1), "gate": "halves"} | given
+    with pytest.raises(ProblemError, match=message):
+        ts.scaled_matmul(**words)

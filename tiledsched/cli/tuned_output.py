@@ -141,6 +141,8 @@ def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     if not result.is_served(entry):
         if entry.fingerprint or entry.measurement:
             why = f"kept: a {entry.provenance} entry stands above what this run found"
+        elif result.entry.schedule == entry.schedule:
+            why = f"the same is served: {entry.source}"
         else:  # no entry of this problem
             why = f"served in place of what this run found ({result.entry.schedule.short()}): {entry.source}"
         return "; ".join([*words, why])

@@ -109,7 +109,11 @@ ACTIVATIONS = {
 """Name -> what it computes; squared_relu is the square of relu, and gelu_tanh the approximation of gelu by tanh."""
 
 
-ROW_SCALES = {f"out_scales == 'tensor' or out_dtype == '{E4M3}'": "only results of 8 bits are divided by scales"}
+ROW_SCALES = {
+    f"out_scales == 'tensor' or out_dtype == '{E4M3}'": (
+        f"only results of 8 bits are divided by scales; give out_dtype = {E4M3}, too, or leave out out_scales"
+    )
+}
 """What is required of the scales of results."""
 
 
@@ -339,10 +343,9 @@ def read_call(
     Raises:
         ProblemError: a word is not known, or arguments exclude each other.
     """
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ProblemError(
-            f"activation = {activation!r}; known are {', '.join(ACTIVATIONS)}{did_you_mean(activation, ACTIVATIONS)}"
-        )
+    if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
+        near = did_you_mean(str(activation), ACTIVATIONS)
+        raise ProblemError(f"activation = {activation!r}; known are {', '.join(ACTIVATIONS)}{near}")
     if epilogue is not None and activation is not None:
         raise ProblemError("epilogue stands in the place of the activation; give one of them")
     if arrays and epilogue is None:
@@ -385,9 +388,11 @@ def columns_of_both(other: Any, order: str) -> tuple[Any, Any]:
     """
     if order not in ("halves", "interleaved"):
         raise ProblemError(f"gate = {order!r}; it is a tensor, 'halves' or 'interleaved'")
-    columns = other.shape[-1]
+    columns = other.shape[-1] if other.ndim > 1 else 1
     if columns % 2:
-        raise ProblemError(f"with gate = {order!r} other has an even number of columns, got shape {tuple(other.shape)}")
+        raise ProblemError(
+            f"with gate = {order!r} other is [k, 2 * n], with an even number of columns; got shape {tuple(other.shape)}"
+        )
     if order == "halves":
         return other[..., : columns // 2], other[..., columns // 2 :]
     if other.stride(-2) != 1:

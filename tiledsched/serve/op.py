@@ -450,10 +450,10 @@ class Operator:
             what, instead = ("gradients", "call it under torch.no_grad()")
             if self._is_backward:
                 what, instead = "second derivatives", "detach the first ones"
-            raise UnsupportedError(
-                f"{what} are required and {self.name} has no backward; declare one and join them: "
-                f"op.register_autograd(backward), or {instead}"
-            )
+            declare = "declare one and join them: op.register_autograd(backward)"
+            if self.name.startswith("tiledsched::"):  # which is not the caller's
+                declare = "compute it by functions of torch"
+            raise UnsupportedError(f"{what} are required and {self.name} has no backward; {declare}, or {instead}")
         # torch's dispatcher leaves defaults out, and `DifferentiableCall` has two arguments more.
         count = len(self.schema.parameters)
         ctx.needs_input_grad = (*ctx.needs_input_grad, *(False,) * count)[:count]

@@ -225,8 +225,11 @@ class ProblemTune:
         failures += [each.failure for each in self.db.failures(self.space.arch, self.problem)]
         why = ", ".join(sorted({str(failure.kind) for failure in failures})) or OUT_OF_TIME
         commonest = commonest_message(failures)
-        ours = bool(commonest) and says_line(commonest)
-        todo = "correct that line, and check the kernel: tiledsched check" if ours else "run: tiledsched doctor"
+        todo = "run: tiledsched doctor"
+        if "UnsupportedFeatureError" in commonest:
+            todo = f"cuTile has no such feature on {self.space.arch}; choose another type, or another GPU"
+        elif commonest and says_line(commonest):
+            todo = "correct that line, and check the kernel: tiledsched check"
         return NoValidScheduleError(
             f"no schedule of {len(schedules)} works for {self.problem} on {self.space.arch}: "
             f"{': '.join(filter(None, [why, commonest]))}; {todo}"

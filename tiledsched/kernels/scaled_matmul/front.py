@@ -12,6 +12,9 @@ from tiledsched.kernels.epilogues import E4M3, columns_of_both
 from tiledsched.kernels.scaled_matmul.declaration import BLOCK
 from tiledsched.ops.front import check_shape, multiply, operator, takes_tensors
 
+OUT_TYPES = ("bfloat16", "float16", "float32")
+"""Types of results that are not rounded to 8 bits."""
+
 
 @takes_tensors
 def scaled_matmul(
@@ -73,13 +76,15 @@ def scaled_matmul(
     eight = out_scale is not None
     like = None if eight else residual if bias is None else bias
     wanted = str(out_dtype or (E4M3 if eight else "bfloat16" if like is None else like.dtype)).removeprefix("torch.")
+    if wanted not in (*OUT_TYPES, E4M3):
+        raise ProblemError(f"out_dtype must be torch.bfloat16, torch.float16 or torch.float32, got {out_dtype!r}")
     if (wanted == E4M3) != eight:
         raise ProblemError(
             f"results of {E4M3} are divided by out_scale, and no others are; got out_dtype = {out_dtype}. "
             f"{'Leave it out' if eight else 'Give out_scale, too'}"
         )
-    if bias is not None and not eight and out_dtype not in (None, bias.dtype):
-        raise ProblemError(f"bias must be of the output's type, {out_dtype}, got {bias.dtype}; cast it")
+    if bias is not None and not eight and wanted != str(bias.dtype).removeprefix("torch."):
+        raise ProblemError(f"bias must be of the output's type, {wanted}, got {bias.dtype}; cast it")
     operands = a, b, *(_laid_out(each, kind) for each in (scale_a, scale_b))
     if activation is gate is scale_gate is residual is out_scale is epilogue is None and not arrays:
         found = operator("scaled_matmul", bias=bias is not None)
@@ -117,6 +122,13 @@ def _columns_of_both(b: Tensor, scale_b: Tensor, order: str) -> tuple[Tensor, Te
     gate, other = columns_of_both(b, order)
     if scale_b.numel() == 1:
         return gate, other, scale_b, scale_b
+    k, columns = b.shape[-2:]
+    known = (columns,), (1, columns), (-(-k // BLOCK), -(-columns // BLOCK))
+    if scale_b.shape not in known:
+        raise ProblemError(
+            f"where b {tuple(b.shape)} holds both matrices, so does scale_b: one number, {known[1]} for columns, or {known[2]} "
+            f"for {BLOCK} x {BLOCK} elements; got {tuple(scale_b.shape)}. Reshape it"
+        )
     if scale_b.shape[-1] != b.shape[-1] and (order == "interleaved" or other.shape[-1] % BLOCK):
         raise ProblemError(
             f"a scale of {BLOCK} x {BLOCK} elements would be that of columns of both; give the gate as a tensor, and scale_gate"
