@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +40,9 @@ def on_side_stream(call: Callable[[], Any], times: int = 1) -> Any:
             out = call()
     torch.cuda.current_stream().wait_stream(stream)
     return out
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normally distributed numbers, the same for the same number of them."""
+    generator = torch.Generator("cuda").manual_seed(math.prod(shape))
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 import cuda.tile as ct
-from on_gpu import captured, on_side_stream, replayed
+from on_gpu import captured, normal, on_side_stream, replayed
 from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
@@ -26,11 +24,6 @@ def forgotten(monkeypatch, tmp_path):
     process.forget_kernels()
     yield
     process.forget_kernels()
-
-
-def normal(*shape, dtype=torch.bfloat16):
-    generator = torch.Generator("cuda").manual_seed(math.prod(shape))
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
 
 def assert_near(got, wanted, error=0.01):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-from on_gpu import captured
+from on_gpu import captured, normal
 
 import tiledsched as ts
 from tiledsched.serve import process
@@ -32,11 +31,6 @@ def forgotten(monkeypatch, tmp_path):
     process.forget_kernels()
     yield
     process.forget_kernels()
-
-
-def normal(*shape, dtype=torch.bfloat16):
-    generator = torch.Generator("cuda").manual_seed(math.prod(shape))
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
 
 def arguments(k, n, dtype=torch.bfloat16):
