@@ -54,7 +54,7 @@ def multiply(
     gate_scales: Sequence[Tensor] = (),
     **more_fields: Any,
 ) -> Tensor:
-    """A product with an epilogue, or without one where there is no part of it.
+    """A product with an epilogue.
 
     Args:
         product: the kernel of the plain product.
@@ -70,16 +70,15 @@ def multiply(
         DeclarationError: the author's function cannot be compiled, or takes another number of arrays.
     """
     first, second, *more = operands
-    flat = flat_rows(first) if product == "matmul" else first  # only `matmul` gives the result the axes of its input
-    if epilogue is None and not arrays and all(each is None for each in parts):
-        return cast(Tensor, operator(product)(flat, second, *more))
     fields, second, read = read_call(first, second, epilogue, arrays, *parts)
+    if product == "matmul":  # which alone gives the result the axes of its input
+        first = flat_rows(first)
     product = f"{product}_epilogue"
     if epilogue is not None:
         product = _own_kernel(
             product, epilogue, tuple([(each.ndim, str(each.dtype).removeprefix("torch.")) for each in arrays])
         )
-    return operator(product, **fields | more_fields)(flat, second, *more, *read, *gate_scales, *arrays)
+    return operator(product, **fields | more_fields)(first, second, *more, *read, *gate_scales, *arrays)
 
 
 @torch.compiler.assume_constant_result

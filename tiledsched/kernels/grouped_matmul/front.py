@@ -50,6 +50,9 @@ def grouped_matmul(
     Raises:
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
     """
+    if bias is activation is gate is residual is out_scale is epilogue is None and not arrays:
+        out: Tensor = operator("grouped_matmul")(a, b, offsets)
+        return out
     parts = bias, activation, gate, residual, out_scale
     return multiply("grouped_matmul", (a, b, offsets), epilogue, arrays, *parts)
 

@@ -59,9 +59,8 @@ class GroupedMatmulEpilogue(Epilogue, GroupedMatmul, Kernel):  # type: ignore[mi
     space = GroupedMatmul.name
     derived = GroupedMatmul.derived | DERIVED
 
-    C = ts.out(
-        "tokens n", dtype="out_dtype"
-    )  # sizes of results are those of fields, so that any number of rows is traced once
+    # The size of a result is that of a field, so that any number of rows is traced once.
+    C = ts.out("tokens n", dtype="out_dtype")
     Bias = ts.array("experts n", when="bias")
     Gate = ts.array("experts k n", layout="b_layout", when="gate")
 

@@ -51,11 +51,14 @@ def matmul(
         ProblemError, UnsupportedError: shapes or types that do not go together, or no CUDA tensors.
         DeclarationError: `epilogue` cannot be compiled.
     """
-    if residual is not None:
-        columns = other.shape[-1] // (1 + isinstance(gate, str))
-        check_shape("residual", residual, "the result", (*input.shape[:-1], columns))
-        residual = flat_rows(residual)
-    out = multiply("matmul", (input, other), epilogue, arrays, bias, activation, gate, residual, out_scale)
+    if bias is activation is gate is residual is out_scale is epilogue is None and not arrays:
+        out: Tensor = operator("matmul")(input if input.ndim == 2 else flat_rows(input), other)
+    else:
+        if residual is not None:
+            columns = other.shape[-1] // (1 + isinstance(gate, str))
+            check_shape("residual", residual, "the result", (*input.shape[:-1], columns))
+            residual = flat_rows(residual)
+        out = multiply("matmul", (input, other), epilogue, arrays, bias, activation, gate, residual, out_scale)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], out.shape[-1])
 
 
