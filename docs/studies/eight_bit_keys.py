@@ -2,9 +2,10 @@
 
 Needs a GPU, and the compiler. A cell is a batch of sequences of 8192 keys of 128 columns, 8 key heads, and 32 or 64 query heads,
 each with one row, whose keys lie one after the other or in pages. All programs of a cell take turns in one paced run: ours in 8
-bits with a scale for each head, ours in 16 bits (bfloat16), and torch's own backends in 16 bits where they compute the cell. Each
-is captured in a CUDA graph, behind a flush of the L2 cache, and queued ahead of the GPU. The programs are built first, all at
-once. `errors` needs no GPU: the errors that 8 bits make, in the interpreter (docs/serving.md).
+bits with a scale for each head, ours in 16 bits (bfloat16), ours in 16 bits over half the keys, which are as many bytes as all of
+them in 8 bits, and torch's own backends in 16 bits where they compute the cell. Each is captured in a CUDA graph, behind a flush
+of the L2 cache, and queued ahead of the GPU. The programs are built first, all at once. `errors` needs no GPU: the errors that 8
+bits make, in the interpreter (docs/serving.md).
 
 `prompts` asks about prompts with queries in 8 bits, too: 2 sequences of 1024 to 16384 rows and keys, 16 heads of 128 or 64
 columns, with and without a causal mask. A row is a method: what is served in 8 bits, of values by columns and of values by rows,
@@ -43,12 +44,16 @@ SHARES = {1: (32, 64), 4: (8, 16), 16: (1, 2), 64: (1,), 128: (1,)}
 """Batch -> shares of the keys that are tried."""
 
 
-def problems(batch: int, heads: int, page: int) -> tuple[Problem, Problem]:
-    """The problem of a cell in 8 and in 16 bits."""
-    sizes = {"batch": batch, "heads": heads, "kv_heads": KV_HEADS, "seq_q": 1, "seq_k": KEYS, "head_dim": WIDTH}
+KINDS = ("8", "16", "half")
+"""Keys in 8 bits, in 16 bits, and half as many in 16 bits."""
+
+
+def problems(batch: int, heads: int, page: int) -> tuple[Problem, ...]:
+    """The problems of a cell, by `KINDS`."""
+    sizes = {"batch": batch, "heads": heads, "kv_heads": KV_HEADS, "seq_q": 1, "head_dim": WIDTH, "dtype": "bfloat16"}
     places = {"page": page, "lengths": True} if page else {}
-    of = [Attention.problem(**sizes, **places, dtype="bfloat16", kv8=kv8) for kv8 in ("head", "")]
-    return of[0], of[1]
+    kinds = ((KEYS, "head"), (KEYS, ""), (KEYS // 2, ""))
+    return tuple(Attention.problem(**sizes, **places, seq_k=keys, kv8=kv8) for keys, kv8 in kinds)
 
 
 def tried(problem: Problem, arch: str, served: Schedule, few: bool) -> list[Schedule]:
@@ -107,8 +112,8 @@ def build(of: Sequence[tuple[Problem, Schedule]], device: Any, most_s: float) ->
     return {pair for pair, paths in paths_of.items() if None not in paths and all(path.is_file() for path in paths)}
 
 
-def calls_of(batch: int, heads: int, page: int, device: str = "cuda") -> tuple[Any, Any]:
-    """The calls of a cell, in 8 and in 16 bits, over the same keys and values but for their rounding."""
+def calls_of(batch: int, heads: int, page: int, device: str = "cuda") -> tuple[Any, ...]:
+    """The calls of a cell, by `KINDS`, over the same keys and values but for their rounding and number."""
     import torch
 
     from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
@@ -127,9 +132,14 @@ def calls_of(batch: int, heads: int, page: int, device: str = "cuda") -> tuple[A
         table = torch.randperm(batch * KEYS // page, generator=make, device=device).to(torch.int32)
         lengths = torch.full((batch,), KEYS, dtype=torch.int32, device=device)
         places = {"block_table": table.view(batch, -1), "key_lengths": lengths}
+        half_table = table.view(batch, -1)[:, : KEYS // 2 // page].contiguous()
+        half = k, v, AttentionFeatures(block_table=half_table, key_lengths=lengths // 2)
+    else:
+        half = *(each[:, :, : KEYS // 2].contiguous() for each in (k, v)), NO_FEATURES
     wide = AttentionFeatures(**places) if page else NO_FEATURES
     eight = AttentionFeatures(**places, k_scale=scale, v_scale=scale)
-    return AttentionCall(q, k8, v8, None, None, False, eight), AttentionCall(q, k, v, None, None, False, wide)
+    operands = (k8, v8, eight), (k, v, wide), half
+    return tuple(AttentionCall(q, keys, values, None, None, False, features) for keys, values, features in operands)
 
 
 def torch_calls(call: Any) -> dict[str, Callable[[], Any]]:
@@ -163,7 +173,7 @@ def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, fl
 
 
 def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s: float) -> Iterator[dict[str, Any]]:
-    """A row for each cell: the fastest program in 8 and in 16 bits, what is served, and torch. Prints each program's time."""
+    """A row for each cell: the fastest program of each kind, what is served, and torch. Prints each program's time."""
     import torch
 
     from tiledsched.serve import process
@@ -189,7 +199,7 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
             print(f"no time left for {cell} and what follows", file=sys.stderr)
             return
         calls: dict[str, Callable[[], Any]] = {}
-        made, right = dict(zip(("8", "16"), calls_of(*cell), strict=True)), {}
+        made, right = dict(zip(KINDS, calls_of(*cell), strict=True)), {}
         for (bits, call), (served, schedules) in zip(made.items(), of[cell], strict=True):
             for place, schedule in enumerate(schedules):
                 name = f"{bits}:{place}"
@@ -208,8 +218,8 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
             continue
         us = medians(calls, rounds)
         best = {bits: min((n for n in us if n.startswith(f"{bits}:")), key=us.__getitem__) for bits in made}
-        base = right[best["16"]]
         for bits, (_, schedules) in zip(made, of[cell], strict=True):
+            base = right[best["half" if bits == "half" else "16"]]
             for place, schedule in enumerate(schedules):
                 name = f"{bits}:{place}"
                 if name in us:
@@ -220,6 +230,7 @@ def times(cells: Sequence[tuple[int, int, int]], few: bool, rounds: int, most_s:
         row |= {f"served_{bits}_us": round(us.get(f"{bits}:0", math.nan), 2) for bits in made}
         row |= {each: round(us[each], 2) if each in us else "" for each in ("cudnn", "flash")}
         row["gain"] = round(us[best["16"]] / us[best["8"]], 3)
+        row["half_gain"] = round(us[best["16"]] / us[best["half"]], 3)
         row["served_gain"] = round(us.get("16:0", math.nan) / us.get("8:0", math.nan), 3)
         row |= {f"best_{bits}": of[cell][n][1][int(best[bits].split(":")[1])].short() for n, bits in enumerate(made)}
         yield row

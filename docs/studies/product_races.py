@@ -77,7 +77,8 @@ def promising(
     for each in sorted(losses, key=lambda each: (losses[each], each.id)):
         shapes.setdefault(tuple(value for name, value in each.items() if name not in (*HELD, "TMA_STORE")), each)
     found = [served, *list(shapes.values())[:SHAPES]]
-    turned = (each.replace(TMA_STORE=not each["TMA_STORE"]) for each in found[1 : 1 + STORED_BOTH_WAYS])
+    both_ways = found[1 : 1 + STORED_BOTH_WAYS] if "TMA_STORE" in served else []
+    turned = (each.replace(TMA_STORE=not each["TMA_STORE"]) for each in both_ways)
     return list(dict.fromkeys([*found, *(each for each in turned if not space.unworkable(each, problem))]))
 
 
