@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.similarity import Similarity
+from tiledsched.core.similarity import FAR, Similarity
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.attention.options import FIELDS
 from tiledsched.kernels.attention.tiling import steps_per_turn
@@ -91,6 +91,9 @@ class AttentionSimilarity(Similarity):
         rows and heads (with few rows, the key heads). Element type and grouping matter least. A last tile of keys that is cut off
         takes other code: it masks, and what just fits the registers without the mask spills. Columns of heads that are padded to
         the same width take other code, too. With few rows, a packed group of query heads shares what it reads.
+
+        What won over keys in 8 bits, `p`, is far from all keys in 16 bits: tiles of 16 rows are slower there. Other schedules serve
+        keys in 8 bits as :meth:`equivalents` changes them.
         """
         few = p.mean_rows <= FEW_ROWS
         lengths = octaves_apart(p.mean_keys, q.mean_keys) + 0.5 * octaves_apart(p.mean_rows, q.mean_rows)
@@ -106,8 +109,9 @@ class AttentionSimilarity(Similarity):
         ragged = (p.seq_k % WIDE_TILE == 0) != (q.seq_k % WIDE_TILE == 0)
         packs = few and (p.group > 1) != (q.group > 1)
         columns = 0.0 if few or p.tile_d != q.tile_d else octaves_apart(p.head_dim, q.head_dim)
+        narrow = FAR * (p.eight_bits and not q.eight_bits)
         return float(
-            lengths + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * feature_distance(p, q)
+            lengths + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * feature_distance(p, q) + narrow
         )
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
