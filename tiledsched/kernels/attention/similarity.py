@@ -92,8 +92,8 @@ class AttentionSimilarity(Similarity):
         takes other code: it masks, and what just fits the registers without the mask spills. Columns of heads that are padded to
         the same width take other code, too. With few rows, a packed group of query heads shares what it reads.
 
-        What won over keys in 8 bits, `p`, is far from all keys in 16 bits: tiles of 16 rows are slower there. Other schedules serve
-        keys in 8 bits as :meth:`equivalents` changes them.
+        What won over keys in 8 bits, `p`, is far from keys in 16 bits, where tiles of 16 rows are slower. The other way round,
+        :meth:`equivalents` has such tiles.
         """
         few = p.mean_rows <= FEW_ROWS
         lengths = octaves_apart(p.mean_keys, q.mean_keys) + 0.5 * octaves_apart(p.mean_rows, q.mean_rows)
@@ -111,7 +111,14 @@ class AttentionSimilarity(Similarity):
         columns = 0.0 if few or p.tile_d != q.tile_d else octaves_apart(p.head_dim, q.head_dim)
         narrow = FAR * (p.eight_bits and not q.eight_bits)
         return float(
-            lengths + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * feature_distance(p, q) + narrow
+            lengths
+            + 0.5 * blocks
+            + other
+            + ragged
+            + 4.0 * packs
+            + 6.0 * columns
+            + 0.3 * feature_distance(p, q)
+            + narrow
         )
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
@@ -142,8 +149,8 @@ class AttentionSimilarity(Similarity):
         return p.mean_rows <= FEW_ROWS or copies_rows(p) or p.q8
 
     def carried(self, p: Any, q: Any, s: Schedule) -> Schedule:
-        """The schedule with what is faster over pages, where `p` has none or others: scalars that find the pages of a tile, and a
-        loop of its own for masked steps. On an H200 a gather of 4 or 8 pages takes 1.09 to 1.47 times as long, and one of 2 as long.
+        """The schedule with what is faster over pages, where `p` has none or others: scalars find the pages of a tile, and masked
+        steps have a loop of their own. On an H200 scalars are up to 1.31x as fast as a gather (docs/results/search.md).
         """
         if not q.page or q.page == p.page:
             return s
