@@ -67,6 +67,13 @@ FEW = Attention.problem(seq_q=1, seq_k=4096, head_dim=128, dtype="bfloat16", bat
 PLAIN = schedule(tile_m=64, tile_n=128, num_worker_warps=4, occupancy=1, latency_k=2, latency_v=4, pack_gqa=True)
 SHARES = PLAIN.replace(latency_k=0, latency_v=0, occupancy=2, kv_splits=4, kv_combine="launch")
 COPIES = [entry(FEW.replace(heads=8 * group, kv_heads=8), PLAIN) for group in (2, 3, 4, 5, 12)]
+NARROW = schedule(tile_m=16, tile_n=128, num_worker_warps=4, occupancy=2, pack_gqa=True)
+PROMPT = Attention.problem(
+    seq_q=1024, seq_k=8192, head_dim=128, dtype="bfloat16", causal=True, alignment="bottom_right", heads=32, kv_heads=8
+)
+PAGED = PROMPT.replace(page=16, lengths=True)
+MASKS_APART = schedule(PROMPT, tile_m=64, tile_n=128, num_worker_warps=4, occupancy=2, loop_split=True)
+BY_SCALARS = MASKS_APART.replace(page_lookup="scalar")
 CHOSEN = {
     "the nearest says most": (PROBLEM, [entry(at(16384), TALL), entry(at(4096), WIDE)], {"model": 0.0}, WIDE),
     "what the nearest alone prefers": (PROBLEM, [PREFERRED], {"model": 0.0, "reach": 1.0}, ALONE),
@@ -100,6 +107,28 @@ CHOSEN = {
         {},
         SHARES.replace(kv_splits=64, kv_combine="in_order"),
     ),
+    "keys in 16 bits do not go by those in 8": (
+        FEW,
+        [entry(FEW.replace(kv8="head"), NARROW), entry(FEW.replace(seq_k=16384, batch=2), SHARES)],
+        {},
+        SHARES,
+    ),
+    "keys in 8 bits go by those in 16, in tiles of 16 rows": (
+        FEW.replace(kv8="head"),
+        [entry(FEW, SHARES)],
+        {},
+        SHARES.replace(tile_m=16, kv_splits=8),
+    ),
+    # On an H200 the scalars take 0.68 of the time of a gather here, with pages of 16 keys.
+    "many rows find pages by scalars": (PAGED, [entry(PROMPT, MASKS_APART)], {}, BY_SCALARS),
+    "also where masks had no loop of their own": (
+        PAGED,
+        [entry(PROMPT, MASKS_APART.replace(loop_split=False))],
+        {},
+        BY_SCALARS,
+    ),
+    "a tile within one page finds it at once": (PAGED.replace(page=128), [entry(PROMPT, BY_SCALARS)], {}, MASKS_APART),
+    "what was measured with such pages stays": (PAGED, [entry(PAGED.replace(heads=16), MASKS_APART)], {}, MASKS_APART),
 }
 
 

@@ -78,6 +78,10 @@ class Similarity:
         """Whether the winners of problems of other kinds are useless for `p`."""
         return False
 
+    def carried(self, p: Any, q: Any, s: Schedule) -> Schedule:
+        """What serves `q` where `s` won on `p`: the same, unless other values of some knobs are known to be faster on `q`."""
+        return s
+
     def equivalents(self, p: Any, q: Any, s: Schedule) -> Sequence[Schedule]:
         """Schedules that make the same machine code as `s` on `p`, but other machine code on `q`, where they may be faster."""
         return ()

@@ -234,9 +234,12 @@ def candidate_losses(entry: Entry, problem: Problem, space: SearchSpace) -> dict
     named = [(space.complete(each), 0.0) for each in (entry.schedule, *entry.ties)]
     if entry.runner_up is not None:
         named.append((space.complete(entry.runner_up), math.log1p(max(0.0, entry.margin or 0.0))))
-    equivalents = problem.declaration.similarity.equivalents
+    similarity = problem.declaration.similarity
+    named = [(similarity.carried(entry.problem, problem, each), loss) for each, loss in named]
     named += [
-        (other, loss + EQUIVALENT_LOSS) for each, loss in named for other in equivalents(entry.problem, problem, each)
+        (other, loss + EQUIVALENT_LOSS)
+        for each, loss in named
+        for other in similarity.equivalents(entry.problem, problem, each)
     ]
     losses: dict[Schedule, float] = {}
     for schedule, loss in named:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.similarity import Similarity
+from tiledsched.core.similarity import FAR, Similarity
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.attention.options import FIELDS
 from tiledsched.kernels.attention.tiling import steps_per_turn
@@ -91,6 +91,9 @@ class AttentionSimilarity(Similarity):
         rows and heads (with few rows, the key heads). Element type and grouping matter least. A last tile of keys that is cut off
         takes other code: it masks, and what just fits the registers without the mask spills. Columns of heads that are padded to
         the same width take other code, too. With few rows, a packed group of query heads shares what it reads.
+
+        What won over keys in 8 bits, `p`, is far from keys in 16 bits, where tiles of 16 rows are slower. The other way round,
+        :meth:`equivalents` has such tiles.
         """
         few = p.mean_rows <= FEW_ROWS
         lengths = octaves_apart(p.mean_keys, q.mean_keys) + 0.5 * octaves_apart(p.mean_rows, q.mean_rows)
@@ -106,8 +109,16 @@ class AttentionSimilarity(Similarity):
         ragged = (p.seq_k % WIDE_TILE == 0) != (q.seq_k % WIDE_TILE == 0)
         packs = few and (p.group > 1) != (q.group > 1)
         columns = 0.0 if few or p.tile_d != q.tile_d else octaves_apart(p.head_dim, q.head_dim)
+        narrow = FAR * (p.eight_bits and not q.eight_bits)
         return float(
-            lengths + 0.5 * blocks + other + ragged + 4.0 * packs + 6.0 * columns + 0.3 * feature_distance(p, q)
+            lengths
+            + 0.5 * blocks
+            + other
+            + ragged
+            + 4.0 * packs
+            + 6.0 * columns
+            + 0.3 * feature_distance(p, q)
+            + narrow
         )
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
@@ -137,6 +148,16 @@ class AttentionSimilarity(Similarity):
         """Whether there are few rows, copied rows or queries in 8 bits, for which winners of other kinds are useless."""
         return p.mean_rows <= FEW_ROWS or copies_rows(p) or p.q8
 
+    def carried(self, p: Any, q: Any, s: Schedule) -> Schedule:
+        """The schedule with what is faster over pages, where `p` has none or others: scalars find the pages of a tile, and masked
+        steps have a loop of their own. On an H200 scalars are up to 1.31x as fast as a gather (docs/results/search.md).
+        """
+        if not q.page or q.page == p.page:
+            return s
+        scalars = q.page in SCALAR_PAGES and s.number("tile_n") > q.page
+        apart = bool(s["loop_split"] or not p.page)
+        return s.replace(loop_split=apart, page_lookup="scalar" if scalars else "gather")
+
     def equivalents(self, p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
         """The schedule with a loop of its own for masked steps, where `s` has none. For few rows over keys in 8 bits, tiles of 16
         rows: those of 64, which serve 16 bits, write each value to shared memory once more, alone.
@@ -156,9 +177,6 @@ class AttentionSimilarity(Similarity):
                 )
                 for keys, blocks in NARROW_TILES
             )
-        if q.page and not p.page and q.mean_rows <= FEW_ROWS:
-            lookup = "scalar" if q.page in SCALAR_PAGES and s.number("tile_n") > q.page else "gather"
-            return (s.replace(loop_split=True, page_lookup=lookup),)
         masked = any(skips_keys(each) or each.spanned for each in (p, q))
         if masked or s["loop_split"] or q.mean_rows <= FEW_ROWS or q.mean_keys <= FEW_KEYS:
             return ()
