@@ -203,13 +203,19 @@ DERIVED: dict[str, Callable[[Any], bool]] = {
     "whole_rows": lambda p: p.n % 16 == 0,
 }
 """Whether the result is divided by a scale and rounded to 8 bits, and whether the TMA unit may store it."""
-CONSTRAINTS = {"not gate or 2 * TILE_M * TILE_N <= 32768 * num_ctas": "registers hold the sums of two products"}
+CONSTRAINTS = {
+    "not gate or 2 * TILE_M * TILE_N <= 4096 * num_worker_warps * num_ctas": "registers hold the sums of two products"
+}
 """What every product with an epilogue asks of schedules."""
 WAITS = "the compiler (13.5) waits for every single product in such loops over work tiles"
 
 
+NARROWEST, WIDEST = 64, 256
+"""Columns of the narrowest tile of every product, and of the widest one."""
 OTHER_EPILOGUE = 0.1
 """The distance between two products that differ in one part of their epilogues."""
+OTHER_PRODUCTS = 1.0
+"""What one product is farther from two, whose schedules have one part and one share."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -253,6 +259,16 @@ class EpilogueSimilarity(Similarity):
         """That of the plain product."""
         return super().kind(plain(p))
 
+    def carried(self, p: Any, q: Any, s: Schedule) -> Schedule:
+        """The schedule whose tiles hold as many columns of both products together: half of each where `q` has a gate and `p` has
+        none. Where no tile is twice as wide, one with twice as many rows."""
+        if bool(p.values.get("gate")) == bool(q.values.get("gate")):
+            return s
+        columns, rows = s.number("TILE_N"), s.number("TILE_M")
+        if q.values.get("gate"):
+            return s.replace(TILE_N=max(columns // 2, NARROWEST))
+        return s.replace(TILE_N=2 * columns) if columns < WIDEST else s.replace(TILE_M=min(2 * rows, WIDEST))
+
     def rival_kind(self, p: Any) -> tuple[Any, ...]:
         """That of the plain product, and of others whether cuBLAS has their epilogue."""
         return (*super().rival_kind(plain(p)), *([is_fused(p)] if "gate" in p.values else []))
@@ -262,9 +278,10 @@ class EpilogueSimilarity(Similarity):
         return super().timing_features(plain(p))
 
     def distance(self, p: Any, q: Any) -> float:
-        """That of the plain products; more where epilogues differ."""
-        mine = (each for each in vars(Epilogue) if each in p.values and each in q.values)
-        return super().distance(plain(p), plain(q)) + OTHER_EPILOGUE * sum(p.values[x] != q.values[x] for x in mine)
+        """That of the plain products; more where epilogues differ, most where one product is compared with two."""
+        differing = [x for x in vars(Epilogue) if x in p.values and x in q.values and p.values[x] != q.values[x]]
+        other = OTHER_EPILOGUE * len(differing) + OTHER_PRODUCTS * ("gate" in differing)
+        return super().distance(plain(p), plain(q)) + other
 
 
 def arrays_of(p: Any) -> tuple[str, ...]:

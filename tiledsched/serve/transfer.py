@@ -173,7 +173,7 @@ def nearby(
     weighted = [each for each in weighted if each[0] > 0.02]
 
     def predicted_loss(entry: Entry, losses: Mapping[Schedule, float], schedule: Schedule) -> float:
-        there = log_us(entry.problem, schedule, spec)
+        there = log_us(entry.problem, problem.declaration.similarity.carried(problem, entry.problem, schedule), spec)
         loss = losses.get(schedule)
         if loss is None:  # not named there: slower by a little, or by as much as the model says
             winner = next(iter(losses), schedule)

@@ -92,8 +92,8 @@ class AttentionSimilarity(Similarity):
         takes other code: it masks, and what just fits the registers without the mask spills. Columns of heads that are padded to
         the same width take other code, too. With few rows, a packed group of query heads shares what it reads.
 
-        What won over keys in 8 bits, `p`, is far from keys in 16 bits, where tiles of 16 rows are slower. The other way round,
-        :meth:`equivalents` has such tiles.
+        What won over keys in 8 bits or in pages, `p`, is far from keys that are neither: there are enough problems of these, and
+        tiles of 16 rows are slower there. The other way round, :meth:`carried` and :meth:`equivalents` say what changes.
         """
         few = p.mean_rows <= FEW_ROWS
         lengths = octaves_apart(p.mean_keys, q.mean_keys) + 0.5 * octaves_apart(p.mean_rows, q.mean_rows)
@@ -109,7 +109,7 @@ class AttentionSimilarity(Similarity):
         ragged = (p.seq_k % WIDE_TILE == 0) != (q.seq_k % WIDE_TILE == 0)
         packs = few and (p.group > 1) != (q.group > 1)
         columns = 0.0 if few or p.tile_d != q.tile_d else octaves_apart(p.head_dim, q.head_dim)
-        narrow = FAR * (p.eight_bits and not q.eight_bits)
+        special = FAR * (p.eight_bits and not q.eight_bits)
         return float(
             lengths
             + 0.5 * blocks
@@ -118,7 +118,7 @@ class AttentionSimilarity(Similarity):
             + 4.0 * packs
             + 6.0 * columns
             + 0.3 * feature_distance(p, q)
-            + narrow
+            + special
         )
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
@@ -149,12 +149,16 @@ class AttentionSimilarity(Similarity):
         return p.mean_rows <= FEW_ROWS or copies_rows(p) or p.q8
 
     def carried(self, p: Any, q: Any, s: Schedule) -> Schedule:
-        """The schedule with what is faster over pages, where `p` has none or others: scalars find the pages of a tile, and masked
-        steps have a loop of their own. On an H200 scalars are up to 1.31x as fast as a gather (docs/results/search.md).
+        """The schedule with what is faster over pages, where `p` has none or others: scalars find up to four pages of a tile, and
+        with few rows up to eight; masked steps have a loop of their own; and in place of a step of two tiles of keys, whose pages
+        fill the registers, there are two blocks (docs/results/search.md).
         """
         if not q.page or q.page == p.page:
             return s
-        scalars = q.page in SCALAR_PAGES and s.number("tile_n") > q.page
+        few = q.mean_rows <= FEW_ROWS
+        if few and s.number("kv_subtiles") == 2:
+            s = s.replace(kv_subtiles=1, occupancy=2 * s.number("occupancy"))
+        scalars = q.page in SCALAR_PAGES and 1 < s.number("tile_n") // q.page <= (8 if few else 4)
         apart = bool(s["loop_split"] or not p.page)
         return s.replace(loop_split=apart, page_lookup="scalar" if scalars else "gather")
 

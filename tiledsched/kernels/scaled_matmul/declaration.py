@@ -53,6 +53,8 @@ MOST_SUMS = 64 * 128
 SPILLED_SUMS = 2.5
 """How many times as long a step takes where they do: 128 x 256 sums against 128 x 128 on an H200."""
 
+FEW_ROWS = 256
+"""With at most this many rows, tiles are so small that registers hold sums in two places, too."""
 TOKENS = (16, 512, 2048, 8192)
 SHAPES = {
     **{name: MODELS[name] for name in ("llama_8b", "llama_70b", "qwen_7b")},
@@ -107,6 +109,10 @@ class ScaledMatmulCost(ProductCost):
 
 class ScaledMatmulSimilarity(ProductSimilarity):
     """How products of 8-bit floats compare."""
+
+    def kind(self, p: Any) -> tuple[Any, ...]:
+        """Whether scales are of blocks; and for many rows where sums are added, which decides how large tiles may be."""
+        return p.blocks, p.fast_accum or p.m <= FEW_ROWS
 
     def timing_features(self, p: Any) -> tuple[float, ...]:
         """Octaves of the sizes and of C, four and six to one; and where products are summed. With scales of blocks, for which

@@ -45,11 +45,6 @@ class ScaledMatmulEpilogueCost(EpilogueCost, ScaledMatmulCost):
 class ScaledMatmulEpilogueSimilarity(EpilogueSimilarity, ScaledMatmulSimilarity):
     """How products of 8-bit floats with epilogues compare."""
 
-    def equivalents(self, p: Any, q: Any, s: Schedule) -> Sequence[Schedule]:
-        """The schedule of a plain product with half the columns, of which a gated one has two products."""
-        halved = q.gate and not p.values.get("gate") and s.number("TILE_N") >= 128
-        return [s.replace(TILE_N=s.number("TILE_N") // 2)] if halved else []
-
 
 class ScaledMatmulEpilogue(Epilogue, ScaledMatmul, Kernel):  # type: ignore[misc]  # its reference has more arrays
     """C `[m, n]` = quantised(activation(S) + Residual), or quantised(activation(G) * S + Residual) with Gate, for the scaled
