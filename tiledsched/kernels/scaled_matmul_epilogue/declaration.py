@@ -5,7 +5,7 @@ What runs on the GPU is in `tiles` beside it; cuTile is imported where a launch 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
