@@ -22,7 +22,7 @@ from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+from tiledsched.ops.features import FEATURES, NO_FEATURES, AttentionFeatures, read_given
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
@@ -37,7 +37,6 @@ ARGUMENTS = (
     "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str? causal=None, float? scale=None, "
     f"{SCHEMA}, Tensor? dlse=None, bool? deterministic=None"
 )
-FEATURES = len(AttentionFeatures._fields)
 NO_SECOND = (
     "second derivatives of attention are asked for, which neither the kernel nor torch's flash attention has; call torch's "
     "scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for them"
@@ -320,11 +319,9 @@ def gradients(
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
     if not (is_traced() or torch.is_grad_enabled() or is_transformed()):
-        tensors = _as_declared(q, k, v, out, dout, lse, features, dlse)  # what `as_launched` would copy has no plan
-        options = (causal, scale, features.key, dlse is not None, _is_deterministic(deterministic))
-        plan = cache.find_ready(tensors, options)
-        if plan is not None:
-            return _launch(plan, tensors, features, keep_zeros=True)
+        found = _launch_ready(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic, keep_zeros=True)
+        if found is not None:
+            return found
         if are_ordinary(each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None):
             call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
             return differentiate(call, keep_zeros=True)
@@ -334,6 +331,27 @@ def gradients(
         return _four(features.backward_operator(dout, q, k, v, out, lse, dlse, scale, deterministic))
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
     return found if features.sinks is not None else (*found[:3], None)
+
+
+def _launch_ready(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    causal: str | None,
+    scale: float | None,
+    features: AttentionFeatures,
+    dlse: Any,
+    deterministic: bool | None,
+    keep_zeros: bool = False,
+) -> Gradients | None:
+    """The gradients of a call that needs nothing but launches; None for others. What `as_launched` would copy has no plan."""
+    tensors = _as_declared(q, k, v, out, dout, lse, features, dlse)
+    options = (causal, scale, features.key, dlse is not None, _is_deterministic(deterministic))
+    plan = cache.find_ready(tensors, options)
+    return None if plan is None else _launch(plan, tensors, features, keep_zeros=keep_zeros)
 
 
 def read_call(
@@ -369,24 +387,49 @@ class _OnceDifferentiable(torch.autograd.Function):
         raise UnsupportedError(ctx.refusal)
 
 
-def _implementation(*given: Any) -> Any:
-    dout, q, k, v, out, lse, causal, scale, *more = given + _DEFAULTS[len(given) - 6 :]
-    features, (dlse, deterministic) = AttentionFeatures(*more[:FEATURES]), more[FEATURES:]
-    found = differentiate(read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
-    return found if found[3] is not None else (*found[:3], _no_sinks(q))
+def _implementation(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    causal: str | None = None,
+    scale: float | None = None,
+    *given: Any,
+) -> Any:
+    call = read_call(dout, q, k, v, out, lse, causal, scale, *read_given(given, 2))
+    return _with_sinks(differentiate(call), q.device)
 
 
-_DEFAULTS = (None, None, *AttentionFeatures(), None, None)
-"""What torch's dispatcher leaves out at the end of the arguments that follow the six tensors."""
+def _ready(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    causal: str | None = None,
+    scale: float | None = None,
+    *given: Any,
+) -> Any:
+    found = _launch_ready(dout, q, k, v, out, lse, causal, scale, *read_given(given, 2))
+    return found and _with_sinks(found, q.device)
 
 
-def _no_sinks(q: Any) -> Any:
-    return q.new_empty((0,), dtype=torch.float32)
+def _with_sinks(found: Gradients, device: Any) -> Gradients:
+    return found if found[3] is not None else (*found[:3], _no_sinks(device))
+
+
+@functools.cache
+def _no_sinks(device: Any) -> Any:
+    """Nothing, which has no memory."""
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 def _fake(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> Any:
     sinks = given[4] if len(given) > 4 else None
-    of_sinks = _no_sinks(q) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    of_sinks = q.new_empty((0,), dtype=torch.float32) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     return (*map(torch.empty_like, (q, k, v)), of_sinks)
 
 
@@ -397,7 +440,15 @@ def backward_flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given
     return 2 * pairs * int(q.shape[1]) * int(3 * q.shape[3] + 2 * v.shape[3])
 
 
-def register(name: str, schema: str, launch: Any, fake: Any, formula: Any, refusal: str = NO_SECOND) -> Any:
+def register(
+    name: str,
+    schema: str,
+    launch: Any,
+    fake: Any,
+    formula: Any,
+    refusal: str = NO_SECOND,
+    ready: Any = lambda *given: None,
+) -> Any:
     """Define an operator of gradients, which has none of its own, and return it.
 
     The arguments are those of :func:`tiledsched.serve.op.define`, and what the error says where its own gradients are required.
@@ -405,6 +456,10 @@ def register(name: str, schema: str, launch: Any, fake: Any, formula: Any, refus
     library, operator = define(f"tiledsched::{name}", schema, launch, fake, formula)
 
     def autograd(*given: Any) -> Any:
+        if not (torch.is_grad_enabled() or is_transformed()):
+            found = ready(*given)
+            if found is not None:
+                return found
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
         if has_tangent(tensors):
             raise UnsupportedError(refusal)
@@ -418,5 +473,10 @@ def register(name: str, schema: str, launch: Any, fake: Any, formula: Any, refus
 
 
 sdpa_backward_operator = register(
-    "sdpa_backward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _implementation, _fake, backward_flops
+    "sdpa_backward",
+    f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _implementation,
+    _fake,
+    backward_flops,
+    ready=_ready,
 )
