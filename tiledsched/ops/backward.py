@@ -22,7 +22,7 @@ from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import FEATURES, NO_FEATURES, AttentionFeatures, read_given
+from tiledsched.ops.features import FEATURES, NO_FEATURES, NO_KEY, AttentionFeatures, read_given
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
@@ -349,7 +349,8 @@ def _launch_ready(
 ) -> Gradients | None:
     """The gradients of a call that needs nothing but launches; None for others. What `as_launched` would copy has no plan."""
     tensors = _as_declared(q, k, v, out, dout, lse, features, dlse)
-    options = (causal, scale, features.key, dlse is not None, _is_deterministic(deterministic))
+    key = NO_KEY if features is NO_FEATURES else features.key
+    options = (causal, scale, key, dlse is not None, _is_deterministic(deterministic))
     plan = cache.find_ready(tensors, options)
     return None if plan is None else _launch(plan, tensors, features, keep_zeros=keep_zeros)
 
@@ -387,7 +388,8 @@ class _OnceDifferentiable(torch.autograd.Function):
         raise UnsupportedError(ctx.refusal)
 
 
-def _implementation(
+def _of_operator(
+    compute: Any,
     dout: Any,
     q: Any,
     k: Any,
@@ -398,38 +400,18 @@ def _implementation(
     scale: float | None = None,
     *given: Any,
 ) -> Any:
-    call = read_call(dout, q, k, v, out, lse, causal, scale, *read_given(given, 2))
-    return _with_sinks(differentiate(call), q.device)
+    """What `compute` makes of the arguments of :func:`read_call`, from those of the operator, as the operator returns it."""
+    found = compute(dout, q, k, v, out, lse, causal, scale, *read_given(given, 2))
+    return found if found is None or found[3] is not None else (*found[:3], _no_sinks(q))
 
 
-def _ready(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    causal: str | None = None,
-    scale: float | None = None,
-    *given: Any,
-) -> Any:
-    found = _launch_ready(dout, q, k, v, out, lse, causal, scale, *read_given(given, 2))
-    return found and _with_sinks(found, q.device)
-
-
-def _with_sinks(found: Gradients, device: Any) -> Gradients:
-    return found if found[3] is not None else (*found[:3], _no_sinks(device))
-
-
-@functools.cache
-def _no_sinks(device: Any) -> Any:
-    """Nothing, which has no memory."""
-    return torch.empty(0, dtype=torch.float32, device=device)
+def _no_sinks(q: Any) -> Any:
+    return q.new_empty(0, dtype=torch.float32)
 
 
 def _fake(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> Any:
     sinks = given[4] if len(given) > 4 else None
-    of_sinks = q.new_empty((0,), dtype=torch.float32) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    of_sinks = _no_sinks(q) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     return (*map(torch.empty_like, (q, k, v)), of_sinks)
 
 
@@ -451,7 +433,10 @@ def register(
 ) -> Any:
     """Define an operator of gradients, which has none of its own, and return it.
 
-    The arguments are those of :func:`tiledsched.serve.op.define`, and what the error says where its own gradients are required.
+    Args:
+        name, schema, launch, fake, formula: as for :func:`tiledsched.serve.op.define`.
+        refusal: what the error says where its own gradients are required.
+        ready: the results for tensors that need nothing but launches, without the dispatcher; None for others.
     """
     library, operator = define(f"tiledsched::{name}", schema, launch, fake, formula)
 
@@ -475,8 +460,8 @@ def register(
 sdpa_backward_operator = register(
     "sdpa_backward",
     f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _implementation,
+    functools.partial(_of_operator, lambda *call: differentiate(read_call(*call))),
     _fake,
     backward_flops,
-    ready=_ready,
+    ready=functools.partial(_of_operator, _launch_ready),
 )

@@ -124,7 +124,7 @@ class AttentionFeatures(FeatureArguments):
 
 
 NO_FEATURES = AttentionFeatures()
-FEATURES = len(NO_FEATURES)
+FEATURES, NO_KEY = len(NO_FEATURES), NO_FEATURES.key
 
 
 def read_given(given: tuple[Any, ...], others: int) -> tuple[Any, ...]:
