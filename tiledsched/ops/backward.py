@@ -351,7 +351,8 @@ def _launch_ready(
     tensors = _as_declared(q, k, v, out, dout, lse, features, dlse)
     key = NO_KEY if features is NO_FEATURES else features.key
     options = (causal, scale, key, dlse is not None, _is_deterministic(deterministic))
-    plan = cache.find_ready(tensors, options)
+    nested = True in [each.is_nested for each in tensors]  # they have no sizes that find_ready could compare
+    plan = None if nested else cache.find_ready(tensors, options)
     return None if plan is None else _launch(plan, tensors, features, keep_zeros=keep_zeros)
 
 
