@@ -48,6 +48,7 @@ def runtime_on_cpu(launch: Any) -> Runtime:
         device_type="cpu",
         current_device=lambda: -1,
         current_stream=lambda index: 0,
+        empty=torch._C._dynamo.guards._empty_strided_cpu,
         is_capturing=lambda: False,
         synchronize=lambda index: None,
         launch=launch,

@@ -534,6 +534,30 @@ def test_results_that_are_not_of_the_call_are_refused(launches) -> None:
             sdpa_backward_operator(wrong[0], q, k, v, *wrong[1:])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_operators_launch_known_plans_at_once(launches, monkeypatch) -> None:
+    """What compiled code calls looks for a plan before anything else."""
+    given = [each.detach() for each in tensors()]
+    dout = torch.randn_like(given[0])
+
+    def called():
+        with torch.no_grad():
+            out, lse = sdpa_lse_operator(*given, "top_left")
+            return out, lse, *sdpa_backward_operator(dout, *given, out, lse, "top_left")
+
+    wanted = [called() for _ in range(3)][-1]
+    monkeypatch.setattr(backward, "differentiate", None)
+    monkeypatch.setattr(operator, "attend", None)
+    for found, each in zip(called(), wanted, strict=True):
+        assert torch.equal(found, each)
+    nested = torch.nested.as_nested_tensor(given[0])
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="'NestedTensorCPU' backend"):
+        sdpa_lse_operator(nested, nested, nested)
+    for each, error in ((nested, NotImplementedError), (dout.float(), TypeError)):  # of which no plan is known
+        with torch.no_grad(), pytest.raises(error):
+            sdpa_backward_operator(each, *given, *wanted[:2], "top_left")
+
+
 def test_explain_and_plan_for_tell_what_backward_does(launches) -> None:
     q, k, v = leaves()
     plan = serve.plan_for(q, k, v, causal=True, backward=True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import cuda.tile as ct
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -269,6 +270,7 @@ def test_small_scratch_is_kept_for_the_launches_of_a_thread_on_a_stream(launches
         assert place(small) != first
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(place, small).result() != first
+    place(specs(numpy.int64(10)))  # as an author's function may give it
     for size in range(1, 200):
         place(specs(size))
         assert len(launches.runtime.scratch) <= execute.MAX_SHARED

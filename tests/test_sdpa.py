@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from serve_on_cpu import TOLERANCE, capturing, expected, tensors
+from serve_on_cpu import TOLERANCE, capturing, expected, on_another_stream, tensors
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
@@ -191,7 +191,7 @@ def test_views_are_read_where_they_lie(launches) -> None:
 
 
 def test_workspace_of_split_keys(launches) -> None:
-    """The counters of one stream are kept; a capture gets its own."""
+    """The counters of one stream are kept, those of operators on the default one alone; a capture gets its own."""
     q, k, v = tensors(rows=4, keys=200)
     want = expected(q, k, v)
     with configure(kv_splits=2, tile_m=16, tile_n=64, tma_loads=False):
@@ -199,12 +199,17 @@ def test_workspace_of_split_keys(launches) -> None:
         assert served.schedule["kv_splits"] == 2
         for _ in range(3):
             torch.testing.assert_close(serve.sdpa(q, k, v), want, **TOLERANCE[q.dtype])
-        with capturing():
-            serve.sdpa(q, k, v)
-    operators, first, second, captured = (launch[3][7] for launch in launches)
-    assert first.dtype == torch.int32
-    assert first.data_ptr() == second.data_ptr()
-    assert first.data_ptr() not in (operators.data_ptr(), captured.data_ptr())
+        torch.ops.tiledsched.sdpa(q, k, v)
+        with on_another_stream():
+            for _ in range(2):
+                torch.ops.tiledsched.sdpa(q, k, v)
+        for each in (serve.sdpa, torch.ops.tiledsched.sdpa):
+            with capturing():
+                each(q, k, v)
+    counters = [launch[3][7] for launch in launches]
+    assert counters[0].dtype == torch.int32
+    places = [each.data_ptr() for each in counters]
+    assert (len({*places[:4]}), len({*places})) == (1, 5)
 
 
 def test_shares_that_a_second_launch_combines(launches) -> None:

@@ -22,7 +22,7 @@ from tiledsched.kernels.attention_backward.backends import raced
 from tiledsched.kernels.attention_backward.problem import gradient_scales
 from tiledsched.ops.arguments import check_tensors, odd_scale, unserved
 from tiledsched.ops.fallback import MOST_SCORES, attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
+from tiledsched.ops.features import FEATURES, NO_FEATURES, NO_KEY, AttentionFeatures, read_given
 from tiledsched.ops.plans import AttentionCall, longest_sequence
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served
@@ -37,7 +37,6 @@ ARGUMENTS = (
     "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str? causal=None, float? scale=None, "
     f"{SCHEMA}, Tensor? dlse=None, bool? deterministic=None"
 )
-FEATURES = len(AttentionFeatures._fields)
 NO_SECOND = (
     "second derivatives of attention are asked for, which neither the kernel nor torch's flash attention has; call torch's "
     "scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for them"
@@ -320,11 +319,9 @@ def gradients(
     q, k, v, out, lse = saved
     dout = torch.zeros_like(out) if dout is None else dout
     if not (is_traced() or torch.is_grad_enabled() or is_transformed()):
-        tensors = _as_declared(q, k, v, out, dout, lse, features, dlse)  # what `as_launched` would copy has no plan
-        options = (causal, scale, features.key, dlse is not None, _is_deterministic(deterministic))
-        plan = cache.find_ready(tensors, options)
-        if plan is not None:
-            return _launch(plan, tensors, features, keep_zeros=True)
+        found = _launch_ready(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic, keep_zeros=True)
+        if found is not None:
+            return found
         if are_ordinary(each for each in (dout, q, k, v, out, lse, dlse, *features.tensors) if each is not None):
             call = read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic)
             return differentiate(call, keep_zeros=True)
@@ -334,6 +331,29 @@ def gradients(
         return _four(features.backward_operator(dout, q, k, v, out, lse, dlse, scale, deterministic))
     found = sdpa_backward_operator(dout, q, k, v, out, lse, causal, scale, *features, dlse, deterministic)
     return found if features.sinks is not None else (*found[:3], None)
+
+
+def _launch_ready(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    causal: str | None,
+    scale: float | None,
+    features: AttentionFeatures,
+    dlse: Any,
+    deterministic: bool | None,
+    keep_zeros: bool = False,
+) -> Gradients | None:
+    """The gradients of a call that needs nothing but launches; None for others. What `as_launched` would copy has no plan."""
+    tensors = _as_declared(q, k, v, out, dout, lse, features, dlse)
+    key = NO_KEY if features is NO_FEATURES else features.key
+    options = (causal, scale, key, dlse is not None, _is_deterministic(deterministic))
+    nested = True in [each.is_nested for each in tensors]  # they have no sizes that find_ready could compare
+    plan = None if nested else cache.find_ready(tensors, options)
+    return None if plan is None else _launch(plan, tensors, features, keep_zeros=keep_zeros)
 
 
 def read_call(
@@ -369,19 +389,25 @@ class _OnceDifferentiable(torch.autograd.Function):
         raise UnsupportedError(ctx.refusal)
 
 
-def _implementation(*given: Any) -> Any:
-    dout, q, k, v, out, lse, causal, scale, *more = given + _DEFAULTS[len(given) - 6 :]
-    features, (dlse, deterministic) = AttentionFeatures(*more[:FEATURES]), more[FEATURES:]
-    found = differentiate(read_call(dout, q, k, v, out, lse, causal, scale, features, dlse, deterministic))
-    return found if found[3] is not None else (*found[:3], _no_sinks(q))
-
-
-_DEFAULTS = (None, None, *AttentionFeatures(), None, None)
-"""What torch's dispatcher leaves out at the end of the arguments that follow the six tensors."""
+def _of_operator(
+    compute: Any,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    causal: str | None = None,
+    scale: float | None = None,
+    *given: Any,
+) -> Any:
+    """What `compute` makes of the arguments of :func:`read_call`, from those of the operator, as the operator returns it."""
+    found = compute(dout, q, k, v, out, lse, causal, scale, *read_given(given, 2))
+    return found if found is None or found[3] is not None else (*found[:3], _no_sinks(q))
 
 
 def _no_sinks(q: Any) -> Any:
-    return q.new_empty((0,), dtype=torch.float32)
+    return q.new_empty(0, dtype=torch.float32)
 
 
 def _fake(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> Any:
@@ -397,14 +423,29 @@ def backward_flops(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given
     return 2 * pairs * int(q.shape[1]) * int(3 * q.shape[3] + 2 * v.shape[3])
 
 
-def register(name: str, schema: str, launch: Any, fake: Any, formula: Any, refusal: str = NO_SECOND) -> Any:
+def register(
+    name: str,
+    schema: str,
+    launch: Any,
+    fake: Any,
+    formula: Any,
+    refusal: str = NO_SECOND,
+    ready: Any = lambda *given: None,
+) -> Any:
     """Define an operator of gradients, which has none of its own, and return it.
 
-    The arguments are those of :func:`tiledsched.serve.op.define`, and what the error says where its own gradients are required.
+    Args:
+        name, schema, launch, fake, formula: as for :func:`tiledsched.serve.op.define`.
+        refusal: what the error says where its own gradients are required.
+        ready: the results for tensors that need nothing but launches, without the dispatcher; None for others.
     """
     library, operator = define(f"tiledsched::{name}", schema, launch, fake, formula)
 
     def autograd(*given: Any) -> Any:
+        if not (torch.is_grad_enabled() or is_transformed()):
+            found = ready(*given)
+            if found is not None:
+                return found
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
         if has_tangent(tensors):
             raise UnsupportedError(refusal)
@@ -418,5 +459,10 @@ def register(name: str, schema: str, launch: Any, fake: Any, formula: Any, refus
 
 
 sdpa_backward_operator = register(
-    "sdpa_backward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _implementation, _fake, backward_flops
+    "sdpa_backward",
+    f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    functools.partial(_of_operator, lambda *call: differentiate(read_call(*call))),
+    _fake,
+    backward_flops,
+    ready=functools.partial(_of_operator, _launch_ready),
 )

@@ -124,6 +124,18 @@ class AttentionFeatures(FeatureArguments):
 
 
 NO_FEATURES = AttentionFeatures()
+FEATURES, NO_KEY = len(NO_FEATURES), NO_FEATURES.key
+
+
+def read_given(given: tuple[Any, ...], others: int) -> tuple[Any, ...]:
+    """The features and the `others` that follow them at the end of an operator's arguments, where torch's dispatcher leaves out
+    those at their defaults."""
+    if not given:
+        return (NO_FEATURES, *(None,) * others)
+    features, more = AttentionFeatures(*given[:FEATURES]), given[FEATURES:]
+    return (NO_FEATURES if more and not any(features.key) else features, *more, *(None,) * (others - len(more)))
+
+
 Window: TypeAlias = "int | tuple[int, int] | None"
 """The type of the `window` argument of `sdpa`."""
 ALL_KEYS = 1 << 30

@@ -16,10 +16,10 @@ from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.ops import sharding
 from tiledsched.ops.arguments import EIGHT_BIT_DTYPE, needs_gradients, odd_scale, unserved
-from tiledsched.ops.backward import FEATURES, gradients, undifferentiable
+from tiledsched.ops.backward import gradients, undifferentiable
 from tiledsched.ops.fallback import attend_in_torch, computes_at_once, report
-from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
-from tiledsched.ops.plans import AttentionCall, cache, launch_attention, plan_key
+from tiledsched.ops.features import FEATURES, NO_FEATURES, AttentionFeatures, read_given
+from tiledsched.ops.plans import AttentionCall, cache, find_ready, launch_attention, plan_key
 from tiledsched.serve.execute import has_tangent, is_plain_call, is_traced, is_transformed, launch_first
 from tiledsched.serve.flops import inform_counters
 from tiledsched.serve.op import define
@@ -226,15 +226,8 @@ def register(name: str, schema: str, launch: Any, fake: Any, autograd: Any, form
 def _register(name: str, result: str, lse: bool) -> Any:
     """`tiledsched::sdpa`, or `sdpa_lse`."""
 
-    def read(given: tuple[Any, ...]) -> tuple[AttentionFeatures, bool | None]:
-        """The features, and whether gradients must be the same in every call."""
-        features = AttentionFeatures(*given[:FEATURES])
-        if len(given) <= FEATURES:
-            return features, None
-        return features if any(features.key) else NO_FEATURES, given[FEATURES]
-
     def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
-        return attend(q, k, v, causal, scale, lse, *(read(given) if given else (NO_FEATURES,)))
+        return attend(q, k, v, causal, scale, lse, *read_given(given, 1))
 
     def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
         return empty_results(q, v, lse)
@@ -242,9 +235,15 @@ def _register(name: str, result: str, lse: bool) -> Any:
     def autograd(
         operator: Any, q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any
     ) -> Any:
-        features, deterministic = read(given) if given else (NO_FEATURES, None)
+        transformed = is_transformed()
+        # The short way, of what compiled code calls. Nested tensors have no sizes that find_ready could compare.
+        if not (given or transformed or q.is_nested or k.is_nested or v.is_nested):
+            plan = find_ready(q, k, v, causal, scale, lse)
+            if plan is not None:
+                return launch_attention(plan, q, k, v, lse)
+        features, deterministic = read_given(given, 1)
         tensors = (q, k, v, *(each for each in features.tensors if each is not None))
-        plain = not is_transformed() and are_ordinary(tensors)  # autocast has cast before
+        plain = not transformed and are_ordinary(tensors)  # autocast has cast before
         differentiable, plan = needs_gradients(q, k, v, features.sinks), None
         reason = NO_TANGENT if has_tangent(tensors) else ""
         if differentiable and not reason:

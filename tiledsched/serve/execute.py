@@ -89,8 +89,8 @@ def launch_plan(
         tensors: the inputs, in the plan's order, on its device.
         numbers: the plan's run-time numbers, in its order; its own unless given.
         first: whether the plan was never launched. Its programs may have to be compiled then, which no capture allows.
-        keep_zeros: whether scratch arrays may be kept for the next launch. Not in code that torch compiled: there torch may have
-            lent the memory to one graph.
+        keep_zeros: whether scratch arrays may be kept for the next launch on any stream. In code that torch compiled only those
+            of the default stream are: on others torch may have lent the memory to one graph.
         rival_extras: what a rival takes after the tensors; None where no rival can serve this call.
 
     Raises:
@@ -126,7 +126,10 @@ def launch_plan(
     made = _outputs(plan, tensors[0])
     arrays = (*tensors, *made)
     if plan.scratch:
-        arrays = (*arrays, *scratch_arrays(plan.scratch, tensors[0].device, stream if keep_zeros else None))
+        arrays = (
+            *arrays,
+            *scratch_arrays(plan.scratch, tensors[0].device, stream if keep_zeros or not stream else None),
+        )
     if first:
         program = (plan.program, index, *map(_traits, arrays))
         if runtime.is_capturing() and program not in runtime.loaded:
@@ -505,10 +508,10 @@ def _refuse_overlap(plan: Plan, tensors: Sequence[Any], place: int) -> None:
 
 
 def _outputs(plan: Plan, first: Any) -> list[torch.Tensor]:
-    """New output arrays of a plan for tensors of which `first` is the first."""
+    """New output arrays of a plan for tensors of which `first` is the first, on the current device."""
     made = [torch.empty_like(first)] if plan.like_first else []
-    for shape, strides, dtype in plan.outputs[len(made) :]:
-        made.append(torch.empty_strided(shape, strides, dtype=dtype, device=first.device))
+    for each in plan.outputs[len(made) :]:
+        made.append(process.runtime.empty(*each))
     return made
 
 
@@ -544,9 +547,7 @@ def scratch_arrays(wanted: tuple[ScratchArray, ...], device: Any, stream: int | 
 
 def _new_scratch(wanted: tuple[ScratchArray, ...], device: Any, stream: int | None) -> list[torch.Tensor]:
     return [
-        torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        if place is None
-        else _zeros(shape, dtype, device, stream, place)
+        process.runtime.empty(shape, strides, dtype) if place is None else _zeros(shape, dtype, device, stream, place)
         for shape, strides, dtype, place in wanted
     ]
 

@@ -206,7 +206,7 @@ def make_plan(
     if changes:
         picks = [_changing(pick, changes) for pick in picks]
     flat = [
-        (shape, strides, torch_type(each.dtype))
+        (*_layout(shape, strides), torch_type(each.dtype))
         for each in outputs.values()
         for shape, strides in zip(each.shapes, each.strides, strict=True)
     ]
@@ -274,9 +274,18 @@ def torch_type(dtype: str) -> Any:
 def scratch_of(specs: Iterable[ArraySpec]) -> tuple[ScratchArray, ...]:
     """Scratch arrays as the launch code makes them."""
     return tuple(
-        (each.shape, strides_of(each.shape, each.column), torch_type(each.dtype), place if each.zeroed else None)
+        (
+            *_layout(each.shape, strides_of(each.shape, each.column)),
+            torch_type(each.dtype),
+            place if each.zeroed else None,
+        )
         for place, each in enumerate(specs)
     )
+
+
+def _layout(*numbers: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    """Shape and strides in Python's integers, which alone :attr:`Runtime.empty` takes: an author's functions may give NumPy's."""
+    return tuple(tuple(map(operator.index, each)) for each in numbers)
 
 
 def beyond_int32(tensors: Iterable[Any]) -> bool:

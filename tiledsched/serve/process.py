@@ -69,6 +69,8 @@ class Runtime:
     """Whether a CUDA graph is being captured."""
     synchronize: Callable[[int], None] = torch.cuda.synchronize
     """Waits for everything that was queued on a device."""
+    empty: Callable[..., torch.Tensor] = torch._C._dynamo.guards._empty_strided_cuda
+    """`empty(shape, strides, dtype)`: a new array on the current device, by the fast function that torch's compiled code uses."""
     launch: Callable[..., Any] = ct.launch
     """`launch(stream, grid, kernel, arguments)`."""
     read_device: Callable[[int], Device] = read_device
