@@ -22,7 +22,7 @@ from tiledsched.kernels.epilogues import ACTIVATIONS
 from tiledsched.kernels.own_epilogues import kernel_of
 from tiledsched.kernels.scaled_matmul.declaration import BLOCK
 from tiledsched.ops.front import operator
-from tiledsched.serve.entries import load_table
+from tiledsched.serve.entries import lent_entries, load_table, table_of
 
 pytestmark = pytest.mark.usefixtures("fresh")
 EIGHT, HALF = torch.float8_e4m3fn, {"rtol": 1e-2, "atol": 1e-2}
@@ -301,7 +301,7 @@ def test_scales_of_rows_are_for_8_bits():
 
 def test_what_nobody_tuned_takes_the_schedules_of_the_plain_product():
     kernel, product = kernel_named("scaled_matmul_epilogue"), kernel_named("scaled_matmul")
-    table = load_table(load_settings(), kernel=kernel, archs={"sm_90"})
+    table = table_of(lent_entries(load_settings(), {"sm_90"}, kernel), load_settings(), kernel=kernel)
     sizes = {"m": 16, "n": 4096, "k": 14336, "fast_accum": True}
     plain = product.problem(**sizes)
     own = load_table(load_settings(), kernel=product, archs={"sm_90"}).resolve(plain, "sm_90")
@@ -309,11 +309,11 @@ def test_what_nobody_tuned_takes_the_schedules_of_the_plain_product():
         served = table.resolve(kernel.problem(**sizes, **more), "sm_90")
         assert (served.provenance, served.entry.problem) == ("transferred", own.entry.problem)
         assert served.schedule == own.schedule
-    for scales, tile in (("row", (16, 64)), ("block", (16, 128))):
+    for scales in ("row", "block"):
         p = kernel.problem(m=16, n=14336, k=4096, scales=scales, fast_accum=scales == "row", gate=True)
         gated = table.resolve(p, "sm_90")
         assert gated.provenance == "transferred"
-        assert (gated.schedule["TILE_M"], gated.schedule["TILE_N"]) == tile
+        assert (gated.schedule["TILE_M"], gated.schedule["TILE_N"]) == (16, 128)
 
 
 @pytest.mark.parametrize("m", [16, 512, 4096])
@@ -334,9 +334,9 @@ def test_what_nobody_tuned_goes_to_torch_where_that_is_expected_to_be_faster():
     """By the times of the plain products in the table, and those of one more pass over the results."""
     kernel = kernel_named("scaled_matmul_epilogue")
     table = load_table(load_settings(), kernel=kernel, archs={"sm_90"})
-    sizes = {"m": 16, "n": 4096, "k": 14336}
-    (slow,) = table.resolve(kernel.problem(**sizes, residual=True), "sm_90").rivals
-    assert (slow.name, slow.ratio < 0.5) == ("torch_compile", True)
+    sizes = {"m": 4096, "n": 4096, "k": 12288}
+    (slow,) = table.resolve(kernel.problem(**sizes, activation="silu", gate=True), "sm_90").rivals
+    assert (slow.name, slow.ratio < 0.75) == ("torch_compile", True)
     assert table.resolve(kernel.problem(**sizes, residual=True, fast_accum=True), "sm_90").rivals == ()
     own = kernel_of(kernel, functions.capped, ())
     table = load_table(load_settings(), kernel=own, archs={"sm_90"})

@@ -269,6 +269,11 @@ class EpilogueSimilarity(Similarity):
             return s.replace(TILE_N=max(columns // 2, NARROWEST))
         return s.replace(TILE_N=2 * columns) if columns < WIDEST else s.replace(TILE_M=min(2 * rows, WIDEST))
 
+    def equivalents(self, p: Any, q: Any, s: Schedule) -> Sequence[Schedule]:
+        """Where `q` has a gate and `p` has none, also the schedule with as many columns of each product as the one had there."""
+        gained = bool(q.values.get("gate")) and not p.values.get("gate")
+        return [s.replace(TILE_N=2 * s.number("TILE_N"))] if gained and s.number("TILE_N") < WIDEST else []
+
     def rival_kind(self, p: Any) -> tuple[Any, ...]:
         """That of the plain product, and of others whether cuBLAS has their epilogue."""
         return (*super().rival_kind(plain(p)), *([is_fused(p)] if "gate" in p.values else []))

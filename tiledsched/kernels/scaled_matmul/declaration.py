@@ -114,6 +114,10 @@ class ScaledMatmulSimilarity(ProductSimilarity):
         """Whether scales are of blocks; and for many rows where sums are added, which decides how large tiles may be."""
         return p.blocks, p.fast_accum or p.m <= FEW_ROWS
 
+    def rival_kind(self, p: Any) -> tuple[Any, ...]:
+        """Where products are summed and what scales are of: torch calls other programs for others."""
+        return p.scales, p.fast_accum
+
     def timing_features(self, p: Any) -> tuple[float, ...]:
         """Octaves of the sizes and of C, four and six to one; and where products are summed. With scales of blocks, for which
         others have programs of their own, a place far from all without."""
