@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import print_lines, print_wrapped
 from tiledsched.cli.served_output import entry_json
 from tiledsched.core import extras, labels, text
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.registry import command_word, title_of
 from tiledsched.core.space import RACED, UNKNOWN
@@ -267,10 +268,7 @@ def print_checked(row: CheckRow) -> None:
 
 def print_checks(rows: Sequence[CheckRow], *, by_kind: bool) -> None:
     """Print for each problem, or for the problems of each kind, how many schedules computed right results on how many tiles."""
-    groups: dict[Any, list[CheckRow]] = {}
-    for row in rows:
-        groups.setdefault(_kind(row.problem) if by_kind else row.problem, []).append(row)
-    for some in groups.values():
+    for some in grouped((_kind(row.problem) if by_kind else row.problem, row) for row in rows).values():
         drawn, ran = {row.schedule for row in some}, {row.schedule for row in some if not row.skipped}
         some = [row for row in some if not row.skipped] or some
         wrong = {row.schedule for row in some if not row.passed}

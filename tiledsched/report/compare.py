@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -11,6 +12,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from tiledsched.core.groups import firsts
 from tiledsched.core.labels import class_words
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
@@ -333,11 +335,8 @@ def side_of(
     newest: dict[Key, dict[str, KnownTime]] = {}
     for one in programs:
         newest.setdefault(key_of(one), {}).setdefault(one.fingerprint or one.schedule_id, one)
-    best: dict[Key, KnownTime] = {}
-    for one in served:
-        best.setdefault(key_of(one), one)
-    for key, of in newest.items():
-        best.setdefault(key, min(of.values(), key=lambda each: each.us))
+    fastest = ((key, min(of.values(), key=lambda each: each.us)) for key, of in newest.items())
+    best = firsts(itertools.chain(((key_of(one), one) for one in served), fastest))
     light = {
         key: {
             program: ProgramTime(

@@ -9,7 +9,6 @@ import io
 import itertools
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
@@ -20,6 +19,7 @@ from tiledsched.core import data_files, registry
 from tiledsched.core.device import arch_named
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
 from tiledsched.core.files import from_csv_cell, plain_text, read_bounded
+from tiledsched.core.groups import grouped
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -156,12 +156,8 @@ class _Source:
     def __init__(
         self, entries: Iterable[Entry], measurements: Iterable[StoredMeasurement], stored: TimedRows | None = None
     ) -> None:
-        self.entries: dict[str, list[Entry]] = defaultdict(list)
-        for entry in entries:
-            self.entries[entry.problem.id].append(entry)
-        self._rows: dict[Problem, list[TimedRow]] = defaultdict(list)
-        for each in measurements:
-            self._rows[each.measurement.problem].append(TimedRow.of(each))
+        self.entries = grouped((entry.problem.id, entry) for entry in entries)
+        self._rows = grouped((each.measurement.problem, TimedRow.of(each)) for each in measurements)
         self._stored = stored
         self.problems = {each.id: each for each in (*(stored.problems if stored else ()), *self._rows)}
         """The problems that are measured, by their ids."""

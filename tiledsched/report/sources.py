@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, or_none
+from tiledsched.core.groups import grouped, nested
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
@@ -67,10 +68,11 @@ class WithShipped:
         known: dict[tuple[Problem, str, str, str], dict[str, StoredMeasurement]] = defaultdict(dict)
         self._artifacts: dict[tuple[str, str], ArtifactRecord] = {}
         for table in _read_each(read_table, tables):
-            found: dict[tuple[Problem, str, str, str], dict[str, StoredMeasurement]] = defaultdict(dict)
-            for stored in table.measurements:
-                if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem):
-                    found[_conditions_of(stored)][stored.uid] = stored
+            found = nested(
+                (_conditions_of(stored), stored.uid, stored)
+                for stored in table.measurements
+                if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem)
+            )
             for conditions, members in found.items():
                 # Times of two runs, often on two GPUs of one name, differ by several percent, and a landscape's leaders were
                 # timed in turn: what an earlier file has of its problems under its compiler is left out.
@@ -110,9 +112,7 @@ class WithShipped:
         """Each problem that was measured, with the measurements of the database, without samples, and those that ship, newest
         first, each once. All are read of a problem of which some ship; of others `choose` tells which.
         """
-        shipped: dict[Problem, list[StoredMeasurement]] = defaultdict(list)
-        for stored in self._shipped.values():
-            shipped[stored.measurement.problem].append(stored)
+        shipped = grouped((stored.measurement.problem, stored) for stored in self._shipped.values())
 
         def choose_own(problem: Problem, rows: Iterable[PlainRow]) -> Collection[int] | None:
             return choose(problem, rows) if choose and problem not in shipped else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.device import describe_gpus
+from tiledsched.core.groups import nested
 from tiledsched.core.labels import class_words
 from tiledsched.core.problem import Problem, unit_text
 from tiledsched.core.schedule import SHORT
@@ -219,11 +220,12 @@ def _few(problems: Sequence[ProblemReport], after: str) -> list[Block]:
 
 def _side_by_side(reports: Sequence[Report]) -> list[Block]:
     """The problems that several archs have in common."""
-    best: dict[Problem, dict[str, ProblemReport]] = {}
-    for report in reports:
-        for one in (*report.modelled.problems, *report.measured.problems):  # what was measured is told
-            if one.accum_mode == "fp32":
-                best.setdefault(one.problem, {})[report.arch] = one
+    best = nested(
+        (one.problem, report.arch, one)
+        for report in reports
+        for one in (*report.modelled.problems, *report.measured.problems)  # what was measured is told
+        if one.accum_mode == "fp32"
+    )
     rows = [
         (
             str(problem),

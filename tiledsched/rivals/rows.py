@@ -14,6 +14,7 @@ from typing import Any
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.files import check_plain, csv_text, from_csv_cell, plain_text, read_bounded, write_whole
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.estimate import Timing
@@ -240,7 +241,5 @@ def finished_cells(path: Path, methods: Sequence[str]) -> set[Cell]:
         raise ConfigError(f"{path} has other columns than this version writes; choose another file")
     if not text.endswith("\n"):
         write_whole(path, text[: text.rfind("\n") + 1])
-    done: dict[Cell, set[str]] = {}
-    for row in rows:
-        done.setdefault(row.cell, set()).add(row.method)
-    return {cell for cell, found in done.items() if set(methods) <= found}
+    done = grouped((row.cell, row.method) for row in rows)
+    return {cell for cell, found in done.items() if set(methods) <= {*found}}

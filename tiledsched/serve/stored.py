@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 
 from tiledsched.core.config import warn_once
 from tiledsched.core.errors import DatabaseError
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import Problem
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import distinct
@@ -94,10 +94,11 @@ class StoredEntries:
         self._codes: dict[str, int] = {}
         places = [self._place(sizes) for sizes in problems.values()]
         self._sizes, self._words_of = (np.array([place[part] for place in places]) for part in (0, 1))
-        groups: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
-        for arch, accum_mode, measured, identity in rows.run(f"{GROUPS} WHERE {self._condition}", self._words):
-            if identity in self._ids and isinstance(arch, str):
-                groups[arch, accum_mode, bool(measured)].append(self._ids[identity])
+        groups = grouped(
+            ((arch, accum_mode, bool(measured)), self._ids[identity])
+            for arch, accum_mode, measured, identity in rows.run(f"{GROUPS} WHERE {self._condition}", self._words)
+            if identity in self._ids and isinstance(arch, str)
+        )
         self._groups = {group: np.array(places) for group, places in groups.items()}
 
     def _place(self, values: Mapping[str, int | str]) -> tuple[list[float], list[int]]:

@@ -6,11 +6,12 @@ import functools
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_shipped, of_one_kernel, source_part
@@ -123,13 +124,12 @@ def of_one_compiler(
 
     if len({stored.toolchain.tileiras for stored in measurements}) < 2:
         return list(measurements)
-    known: dict[tuple[Any, ...], dict[str, set[Schedule]]] = defaultdict(lambda: defaultdict(set))
-    for stored in measurements:
-        known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
-
+    known = grouped(
+        (place(stored), (stored.toolchain.tileiras, stored.measurement.schedule)) for stored in measurements
+    )
     taken = {
-        where: nearest_compiler({version: len(each) for version, each in versions.items()}, compiler, fullest=fullest)
-        for where, versions in known.items()
+        where: nearest_compiler(Counter(version for version, _ in {*of}), compiler, fullest=fullest)
+        for where, of in known.items()
     }
     return [stored for stored in measurements if stored.toolchain.tileiras == taken[place(stored)]]
 
@@ -258,10 +258,11 @@ def contradictions(
     for entry in entries:
         mine = entry.measurement
         assert mine is not None  # they are measured
-        programs: dict[tuple[str, Schedule], list[Measurement]] = defaultdict(list)
-        for stored in measurements_of(entry):
-            if _comparable(stored, entry, mine):
-                programs[stored.measurement.fingerprint, stored.measurement.schedule].append(stored.measurement)
+        programs = grouped(
+            ((stored.measurement.fingerprint, stored.measurement.schedule), stored.measurement)
+            for stored in measurements_of(entry)
+            if _comparable(stored, entry, mine)
+        )
         found = {
             schedule: us
             for (fingerprint, schedule), taken in sorted(programs.items(), key=lambda each: each[0][1].id)
