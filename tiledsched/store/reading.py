@@ -47,7 +47,7 @@ def ids_of(rows: RowReader, session: Session, problem: Problem) -> list[str]:
 
 def columns_of(model: type[Base], *left_out: str) -> list[ColumnElement[Any]]:
     """The columns of a table as :class:`RowReader` takes them: plain values of the driver, and text for JSON."""
-    kind, of_json, _ = row_type(model.__tablename__, *left_out)
+    kind, of_json, _ = row_type(model.__table__.name, *left_out)
     found = []
     for name in kind._fields:
         column = model.__table__.columns[name]
