@@ -14,6 +14,7 @@ from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.registry import command_word, title_of
 from tiledsched.core.space import RACED, UNKNOWN
+from tiledsched.store.evidence import throttled
 
 if TYPE_CHECKING:
     from tiledsched.checking.schedules import CheckRow
@@ -132,7 +133,6 @@ def _candidates(rows: Mapping[str, int]) -> str:
 
 def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
-    from tiledsched.store.evidence import throttled
     from tiledsched.store.model_error import error_of, error_text
 
     us, how = entry.median_us, f"{how} with the clock held down" if throttled(entry, {}) else how
@@ -182,8 +182,6 @@ def print_report(files: Sequence[Path]) -> None:
 
 def print_refreshed(report: refresh.RefreshReport) -> None:
     """Print what was raced again or must be, a paragraph for each, and then a summary of all entries."""
-    from tiledsched.store.evidence import throttled
-
     for row in report.rows:
         was, now, lines = row.was, row.now, list[str]()
         if row.outcome == "kept":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cuda.tile as ct
+from cuda.tile.compilation import ArrayConstraint, CallingConvention
 
 from tiledsched.build.compiler import BuildTask, captured_values, pass_on_worker_warps, program_key
 from tiledsched.build.cubin import is_whole, parts, strip_debug
@@ -166,8 +167,6 @@ def serves(built: Any, wanted: Any) -> bool:
 
 def _holds(built: Any, wanted: Any) -> bool:
     """Whether every assumption about one parameter of the built signature holds for the wanted one."""
-    from cuda.tile.compilation import ArrayConstraint
-
     if not (isinstance(built, ArrayConstraint) and isinstance(wanted, ArrayConstraint)):
         return bool(built == wanted)
     same = ("dtype", "ndim", "index_dtype", "stride_constant", "shape_constant", "alias_groups", "may_alias_internally")
@@ -303,8 +302,6 @@ class ServedKernel(ct.kernel):
 
     def _submit(self, path: Path, wanted: Any) -> Build | None:
         """Have another process compile a program; None where none can."""
-        from cuda.tile.compilation import CallingConvention
-
         kernel, convention = self.declaration, CallingConvention.cutile_python_v2()
         where = place_of(kernel)
         if (
