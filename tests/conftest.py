@@ -204,6 +204,15 @@ def home(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def db():
+    """An empty database in memory."""
+    from tiledsched.store.db import TuningDB
+
+    with TuningDB.open(":memory:") as opened:
+        yield opened
+
+
+@pytest.fixture
 def quiet():
     """No warnings."""
     with warnings.catch_warnings():

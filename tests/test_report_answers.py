@@ -20,16 +20,9 @@ from tiledsched.report.analysis import LIMITS, few_schedules
 from tiledsched.report.answer import answer
 from tiledsched.report.csv_files import winners_csv
 from tiledsched.serve.entries import load_entries
-from tiledsched.store.db import TuningDB
 from tiledsched.tuning.resources import read_candidates
 
 CAUSAL = PROBLEM.replace(causal=True)
-
-
-@pytest.fixture
-def db():
-    with TuningDB.open(":memory:") as opened:
-        yield opened
 
 
 def only(report):
