@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 L = TypeVar("L")
@@ -24,6 +24,16 @@ def firsts(pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
     for key, value in pairs:
         found.setdefault(key, value)
     return found
+
+
+def largest(pairs: Iterable[tuple[K, V]], key: Callable[[V], Any] | None = None) -> dict[K, V]:
+    """The largest value of each key, of equal ones the first; where `key` is given, by what it says of each value."""
+    return {each: max(values, key=key) for each, values in grouped(pairs).items()}  # type: ignore[type-var, arg-type]
+
+
+def smallest(pairs: Iterable[tuple[K, V]], key: Callable[[V], Any] | None = None) -> dict[K, V]:
+    """The smallest value of each key; see :func:`largest`."""
+    return {each: min(values, key=key) for each, values in grouped(pairs).items()}  # type: ignore[type-var, arg-type]
 
 
 def nested(cells: Iterable[tuple[K, L, V]]) -> dict[K, dict[L, V]]:

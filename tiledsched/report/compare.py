@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from tiledsched.core.groups import firsts
+from tiledsched.core.groups import firsts, nested, smallest
 from tiledsched.core.labels import class_words
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
@@ -402,9 +402,7 @@ def compare_parts(a: Side, b: Side, terms: ComparisonTerms, threshold: float) ->
         for key in first
         if key in second
     ]
-    others: dict[Key, dict[str, ProgramTime]] = {}
-    for key, of in b.programs.items():
-        others.setdefault(key[:width], {}).update(of)
+    others = nested((key[:width], program, one) for key, of in b.programs.items() for program, one in of.items())
     drift = (
         theirs.us / one.us
         for key, of in a.programs.items()
@@ -444,11 +442,7 @@ def _program_of(side: Side, begin: Key, device: str, schedule: str) -> ProgramTi
 
 def _fastest(known: Iterable[KnownTime], width: int) -> dict[Key, KnownTime]:
     """The best time of each problem, by the first parts of its key."""
-    found: dict[Key, KnownTime] = {}
-    for one in known:
-        key = key_of(one)[:width]
-        found[key] = min(found.get(key, one), one, key=lambda each: each.us)
-    return found
+    return smallest(((key_of(one)[:width], one) for one in known), key=lambda each: each.us)
 
 
 def why_unpaired(one: KnownTime, name: str, other: Side, modelled: bool) -> str:

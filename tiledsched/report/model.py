@@ -191,9 +191,11 @@ class _Builds:
         for entry in entries:
             if entry.toolchain is not None:
                 wanted[source_part(entry.source_hash), entry.toolchain.id] = entry.toolchain
-        self.all: list[BuildRecord] = []
-        for (source_hash, _), toolchain in wanted.items():
-            self.all += db.find_builds(kernel.name, source_hash, toolchain, arch).values()
+        self.all = [
+            build
+            for (source_hash, _), toolchain in wanted.items()
+            for build in db.find_builds(kernel.name, source_hash, toolchain, arch).values()
+        ]
         self.facts = {fingerprint: record.facts for (_, fingerprint), record in db.artifacts(arch).items()}
         """Resources of machine code, by fingerprint."""
         self.facts |= {build.fingerprint: build.facts for build in self.all if build.facts}

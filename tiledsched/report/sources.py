@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core import data_files
 from tiledsched.core.errors import DatabaseError, or_none
-from tiledsched.core.groups import grouped, nested
+from tiledsched.core.groups import grouped, largest, nested
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
@@ -161,10 +161,7 @@ class WithShipped:
 
 def _newest_of(problems: Iterable[Problem], entries: Iterable[Entry], measured: Mapping[Problem, int]) -> set[Problem]:
     """The problems that a report is on where it cannot be on all: those that were tuned last."""
-    tuned: dict[Problem, float] = {}
-    for entry in entries:
-        if entry.updated_at is not None:
-            tuned[entry.problem] = max(tuned.get(entry.problem, 0.0), entry.updated_at.timestamp())
+    tuned = largest((entry.problem, entry.updated_at.timestamp()) for entry in entries if entry.updated_at is not None)
     newest = sorted(problems, key=lambda each: (-tuned.get(each, 0.0), each))[:MOST_PROBLEMS]
     so_far = itertools.accumulate(measured[each] for each in newest)
     return {

@@ -264,10 +264,12 @@ def _with_accumulators(problem: Problem, accum_mode: str) -> str:
 
 def _figures(report: Report, after: str) -> list[Block]:
     """Tables, folded."""
-    blocks: list[Block] = []
-    for section in (report.measured, report.modelled):
-        if section.problems:
-            blocks += _section(section, report, f", {section.provenance}{after}")
+    blocks = [
+        block
+        for section in (report.measured, report.modelled)
+        if section.problems
+        for block in _section(section, report, f", {section.provenance}{after}")
+    ]
     blocks += _regimes(report, after)
     blocks += _part(
         f"Knobs that do not change the machine code{after}",
@@ -420,12 +422,14 @@ def _regimes(report: Report, after: str) -> list[Block]:
 
 
 def _conditions(report: Report, after: str) -> list[Block]:
-    blocks: list[Block] = []
-    for device in report.conditions:
-        blocks += [
+    blocks: list[Block] = [
+        block
+        for device in report.conditions
+        for block in (
             Heading(text=f"Conditions: {device.device.name}{after}", folded=True),
             _condition_table(device, report.regime),
-        ]
+        )
+    ]
     if report.elsewhere:
         left_out = plural(report.elsewhere, "measurement")
         blocks.append(Paragraph(text=f"Left out: {left_out} of another regime, device, compiler or way of timing."))

@@ -13,6 +13,7 @@ from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
 from tiledsched.core.config import INVARIANT, Settings
 from tiledsched.core.errors import DatabaseError
+from tiledsched.core.groups import largest
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space import SearchSpace
@@ -247,11 +248,8 @@ class Near:
         stored = [layer.stored for layer in found if layer.stored]
         self.raced, self.in_graphs = any(each.raced for each in stored), any(each.in_graphs for each in stored)
         """Whether rivals were timed for any of the entries that are in databases, and whether any was timed in graphs."""
-        self.seen_mhz: dict[str, int] = {}
+        self.seen_mhz = largest(clock for each in stored for clock in each.seen_mhz.items())
         """By the name of each GPU, the highest clock behind the entries that are in databases."""
-        for layer in found:
-            for name, clock in (layer.stored.seen_mhz if layer.stored else {}).items():
-                self.seen_mhz[name] = max(clock, self.seen_mhz.get(name, 0))
 
     def entries(self, problem: Problem, archs: Sequence[str], *, alone: bool = False) -> list[Entry]:
         """The entries on some archs near a problem, or only its own, together with those that other layers have for the same

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tiledsched.core.groups import grouped
+from tiledsched.core.groups import grouped, largest
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_shipped, of_one_kernel, source_part
@@ -75,11 +75,8 @@ def distinct(entries: Iterable[Entry]) -> list[Entry]:
 
 def clocks_of(entries: Iterable[Entry], known: Mapping[str, int] = MappingProxyType({})) -> dict[str, int]:
     """By the name of each GPU, the highest clock at which it was measured, in MHz; also of what is `known` of other entries."""
-    found = dict(known)
-    for entry in entries:
-        if (taken := entry.measurement) is not None:
-            found[taken.device.name] = max(found.get(taken.device.name, 0), taken.conditions.sm_clock_mhz)
-    return found
+    measured = (entry.measurement for entry in entries if entry.measurement is not None)
+    return largest([*known.items(), *((each.device.name, each.conditions.sm_clock_mhz) for each in measured)])
 
 
 def throttled(entry: Entry, seen_mhz: Mapping[str, int]) -> str:

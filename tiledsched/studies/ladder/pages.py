@@ -48,12 +48,13 @@ def kinds_of(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     says in words which; the order is that of the rows.
     """
     several = len({row.device for row in rows}) > 1
-    found: dict[str, list[BenchRow]] = {}
-    for row in rows:
+
+    def kind_of(row: BenchRow) -> str:
         kind = re.sub(r"\bS=\S+ ?", "", str(row.problem)).strip()
         cap = ", at the power cap" if row.regime == "sustained" else ""
-        found.setdefault(kind + cap + (f", on {row.device}" if several else ""), []).append(row)
-    return found
+        return kind + cap + (f", on {row.device}" if several else "")
+
+    return grouped((kind_of(row), row) for row in rows)
 
 
 def climbed(rows: Sequence[BenchRow]) -> list[Rung]:
