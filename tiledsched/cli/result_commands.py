@@ -30,7 +30,7 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core import errors, registry, text
+from tiledsched.core import data_files, errors, registry, text
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import VERSIONED, KernelClass, Problem
@@ -217,7 +217,6 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
 
 def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str, Any]]:
     """The files of compiled programs that ship, for which a report estimates times: nothing of them is measured."""
-    from tiledsched.core import data_files
     from tiledsched.core.device import ARCHS
     from tiledsched.store.build_files import read_builds
 
