@@ -5,7 +5,6 @@ every other result.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from tiledsched.store.location import database_exists, location, site_location
 from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.store.rows import DAMAGE, RowReader, read_json
 
-log = logging.getLogger("tiledsched")
 REGIME = "burst"
 SPACE = "space "
 """Stands before the digest of the space in what an entry says of its source."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core import data_files
+from tiledsched.core.config import log
 from tiledsched.core.errors import DatabaseError, or_none
 from tiledsched.core.groups import grouped, largest, nested
 from tiledsched.core.problem import KernelClass, Problem
@@ -29,7 +29,6 @@ from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredM
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
 
-log = logging.getLogger("tiledsched")
 T = TypeVar("T")
 MOST_PROBLEMS, MOST_MEASUREMENTS = 300, 30_000
 """Problems beside those that ship that a report is on, at most, and their measurements, unless it is told which problems."""

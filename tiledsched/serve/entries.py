@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
-from tiledsched.core.config import INVARIANT, Settings
+from tiledsched.core.config import INVARIANT, Settings, log
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.groups import largest
 from tiledsched.core.problem import KernelClass, Problem
@@ -30,7 +29,6 @@ from tiledsched.store.rows import kernel_condition
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.store.spills import Spills, shipped_spills
 
-log = logging.getLogger("tiledsched")
 TABLES = (".json", ".json.xz")
 """Endings of the names of table files."""
 

@@ -9,7 +9,6 @@ and translates the kernel's Python; a program that was built before is read from
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from tiledsched.build.sealed import is_usable
 from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launches, preparations
-from tiledsched.core.config import Settings
+from tiledsched.core.config import Settings, log
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError
 from tiledsched.core.problem import KernelClass, Problem
@@ -36,7 +35,6 @@ from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build, BuildRequest
 from tiledsched.serve.bundle import Bundle, BundledProgram, named_bundle, read_bundle
 
-log = logging.getLogger("tiledsched")
 _thread = threading.local()
 Prebuilt = tuple[Bundle, BundledProgram]
 """A program that was built ahead, and the bundle that holds it."""

@@ -20,8 +20,8 @@ from tiledsched.measure.runner import Conditions, Device
 from tiledsched.store.codec import REMEMBERED
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import Base, DeviceRow, MeasurementRow, ProblemRow, UtcDateTime
-from tiledsched.store.records import StoredMeasurement, Toolchain
-from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, Made, RowReader, read_json, row_type
+from tiledsched.store.records import Made, StoredMeasurement, Toolchain
+from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, read_json, row_type
 
 _conditions = cast(MeasurementRow.conditions, Text)
 UNDISTURBED = _conditions.not_like('%"beside": [%') & _conditions.not_like('%"beside":[%')

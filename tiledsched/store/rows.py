@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 
@@ -30,12 +30,12 @@ from tiledsched.store.records import (
     BuildRecord,
     Entry,
     FailureRecord,
+    Made,
     MeasurementSummary,
     StoredMeasurement,
     record_of,
 )
 
-Made = TypeVar("Made")
 Run = Callable[[str, Mapping[str, Any]], Iterable[Sequence[Any]]]
 """Runs a query with named values."""
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
