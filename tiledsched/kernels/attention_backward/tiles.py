@@ -386,12 +386,7 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     weights = (p if factors is None else p * factors).astype(gradient[0].dtype)
     if const.DV_PLACE == 0:
         dv = add_parts(dv, weights, gradient, const)
-    ds = p * dp
-    if slope is not None:
-        ds = ct.where(p == 0.0, 0.0, ds * slope)
-    if const.SOFTCAP:
-        ds = ds * (1.0 - logits * logits)
-    ds = ds.astype(q[0].dtype)
+    ds = score_gradients(p, dp, slope, logits, const).astype(q[0].dtype)
     dk = add_parts(dk, ds, q, const)
     if const.DV_PLACE == 1:
         dv = add_parts(dv, weights, gradient, const)
@@ -402,6 +397,17 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     if const.DV_PLACE == 2:
         dv = add_parts(dv, weights, gradient, const)
     return KeySums(dk, dv), handed_on
+
+
+def score_gradients(p, dp, slope, logits, const):
+    """The gradients of scores, from probabilities and from the gradients of these less their row's mean; `slope` is that of an
+    author's function, None where there is none, and with SOFTCAP `logits` are hyperbolic tangents."""
+    ds = p * dp
+    if slope is not None:
+        ds = ct.where(p == 0.0, 0.0, ds * slope)
+    if const.SOFTCAP:
+        ds = ds * (1.0 - logits * logits)
+    return ds
 
 
 def row_values(array, rows, i, const):
