@@ -34,7 +34,7 @@ Cell = tuple[str, Problem]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedRow:
+class StudyRow:
     """What the rows of studies have in common: a time, or why there is none."""
 
     problem: Problem
@@ -54,7 +54,7 @@ class TimedRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRow(TimedRow):
+class BenchRow(StudyRow):
     """One method on one problem in one regime."""
 
     method: str

@@ -22,7 +22,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Runner
-from tiledsched.rivals.rows import OK, SIZES, TimedRow, rounded, timing_columns
+from tiledsched.rivals.rows import OK, SIZES, StudyRow, rounded, timing_columns
 from tiledsched.tuning.builder import Builder, Key, Program
 from tiledsched.tuning.recording import NOT_RECORDED
 
@@ -32,7 +32,7 @@ FIRST_COLUMNS = ("dtype", "causal", *SIZES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblationRow(TimedRow):
+class AblationRow(StudyRow):
     """One schedule on the way from the plain schedule to the tuned one, or next to the tuned one. One without a time broke a
     constraint, failed to build or to launch, or was not recorded."""
 
