@@ -39,13 +39,12 @@ from tiledsched.report.compare import (
 )
 from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike, timed_as_now
 from tiledsched.store.exchange import read_table
-from tiledsched.store.location import database_exists
+from tiledsched.store.location import TABLES, database_exists
 from tiledsched.store.queries import TimedRow, TimedRows
 from tiledsched.store.reading import Circumstances
 from tiledsched.store.records import Entry, StoredMeasurement
 
 SHIPPED = "shipped"
-TABLES = (".json", ".json.xz")
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?)?")
 BEFORE, AFTER = "before", "after"
 """Selectors of what was known before the last run of a database began, and of all that is known since."""

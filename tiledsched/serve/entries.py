@@ -23,14 +23,11 @@ from tiledsched.serve.stored import StoredEntries, StoredSpills
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import clocks_of, distinct, of_kernel, precedence
 from tiledsched.store.limit import READ_TIMEOUT_S
-from tiledsched.store.location import database_exists, location, site_location
+from tiledsched.store.location import TABLES, database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
 from tiledsched.store.rows import kernel_condition
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.store.spills import Spills, shipped_spills
-
-TABLES = (".json", ".json.xz")
-"""Endings of the names of table files."""
 
 
 @dataclass(frozen=True, kw_only=True)

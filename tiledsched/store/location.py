@@ -7,6 +7,8 @@ import os
 from tiledsched.core.files import kind_of_file, user_folder
 from tiledsched.core.trust import sqlite_path
 
+TABLES = (".json", ".json.xz")
+"""Endings of the names of table files."""
 HEAD = "0001"
 """Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
 that is up to date reads no migration."""
