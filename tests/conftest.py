@@ -204,6 +204,38 @@ def home(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def new_home(monkeypatch, tmp_path):
+    """The current folder of a user who has neither settings nor a cache nor a database yet."""
+    for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.delenv("TILEDSCHED_DB", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def forgotten(monkeypatch, tmp_path):
+    """Operators as in a new process, with a database of their own; their calls wait for the programs."""
+    import tiledsched
+    from tiledsched.serve import process
+
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "own.db"))
+    tiledsched.configure(compile="wait")
+    process.forget_kernels()
+    yield
+    process.forget_kernels()
+
+
+@pytest.fixture
+def db():
+    """An empty database in memory."""
+    from tiledsched.store.db import TuningDB
+
+    with TuningDB.open(":memory:") as opened:
+        yield opened
+
+
+@pytest.fixture
 def quiet():
     """No warnings."""
     with warnings.catch_warnings():

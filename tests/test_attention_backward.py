@@ -416,16 +416,8 @@ TILES = {
     ),
     "order off by one": ("place = place_count - 1 - place", "place = place_count - place", "swizzled"),
     "second part of columns is the first": ("(*index, column)", "(*index, 0)", "parts"),
-    "softcap's slope forgotten": (
-        "ds = ds * (1.0 - logits * logits)\n    ds = ds.astype(q[0]",
-        "ds = ds\n    ds = ds.astype(q[0]",
-        "softcap",
-    ),
-    "softcap's slope forgotten, two passes": (
-        "ds = ds * (1.0 - logits * logits)\n    ds = ds.astype(k[0]",
-        "ds = ds\n    ds = ds.astype(k[0]",
-        "softcap, two passes",
-    ),
+    "softcap's slope forgotten": ("ds = ds * (1.0 - logits * logits)", "ds = ds", "softcap"),
+    "softcap's slope forgotten, two passes": ("ds = ds * (1.0 - logits * logits)", "ds = ds", "softcap, two passes"),
     "sinks' sign": ("-ct.sum(total, axis=2)", "ct.sum(total, axis=2)", "sinks"),
     "sinks of one head": ("ct.load(Sinks, (head,), (1,))", "ct.load(Sinks, (0,), (1,))", "sinks"),
     "gradient of the log-sum-exp forgotten": (
@@ -441,7 +433,7 @@ TILES = {
     "no mask, two passes": ("p = ct.where(seen(columns, last, keys, const), p, 0.0)", "pass", "two passes"),
     "keys counted from the first, two passes": ("j = j + keys.span.first", "j = j", "window, two passes"),
     "delta forgotten, two passes": (
-        "((dp if factors is None else dp * factors) - delta)",
+        "(dp if factors is None else dp * factors) - delta",
         "(dp if factors is None else dp * factors)",
         "two passes",
     ),

@@ -118,12 +118,6 @@ def modelled(problem, schedule=DEFAULT, **more):
 
 
 @pytest.fixture
-def db():
-    with TuningDB.open(":memory:") as opened:
-        yield opened
-
-
-@pytest.fixture
 def with_files(db, tmp_path, monkeypatch):
     """Makes a database beneath which a file of builds ships."""
 

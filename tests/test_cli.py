@@ -60,12 +60,10 @@ def for_a_record() -> str:
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.toml").write_text(SPACE)
-    return tmp_path
+def home(home, monkeypatch):
+    monkeypatch.chdir(home)
+    (home / "my.toml").write_text(SPACE)
+    return home
 
 
 def valid_schedules() -> int:

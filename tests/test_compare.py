@@ -59,12 +59,8 @@ def shipped_tables_read_once():
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    monkeypatch.delenv("TILEDSCHED_DB", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def home(new_home):
+    return new_home
 
 
 def problem_of(batch, heads, seq_len, head_dim):

@@ -42,13 +42,11 @@ ODD = "a\x1b[31m\x00\u202eb\u200f\u2028\x9b1m\ud800\r"
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(home):
     """A user's folder in which there is a database; commands find nothing else."""
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
-    with db.TuningDB.open(tmp_path / "tuning.db") as opened:
+    with db.TuningDB.open(home / "tuning.db") as opened:
         fill(opened)
-    return tmp_path
+    return home
 
 
 def is_plain(text: str) -> bool:

@@ -135,16 +135,7 @@ def test_what_the_plain_kernel_has_not_is_told(changes):
         plain_problem(PROBLEM.replace(**changes))
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.delenv("TILEDSCHED_DB", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_hints_for_every_arch_can_be_pasted(home, capsys):
+def test_hints_for_every_arch_can_be_pasted(new_home, capsys):
     """The text is a module by itself, and cuTile takes its hints; a comment of one line says where they come from."""
     words = ["-p", "S=1024:4096,D=128,B=4,H=16,causal=no,dtype=float16"]
     assert main(["study", "ladder", "--targets", *words]) == 0
@@ -183,6 +174,6 @@ def test_a_ladder_is_benched_and_told(tmp_path, monkeypatch):
     ("words", "message"),
     [(["--summary", "--out", "none"], "holds no ladder"), (["--problem", "S=512,D=96,B=1,H=1"], "a power of two")],
 )
-def test_wrong_use_is_told(home, capsys, words, message):
+def test_wrong_use_is_told(new_home, capsys, words, message):
     assert main(["study", "ladder", *words]) == 2
     assert message in capsys.readouterr().err

@@ -20,16 +20,9 @@ from tiledsched.report.analysis import LIMITS, few_schedules
 from tiledsched.report.answer import answer
 from tiledsched.report.csv_files import winners_csv
 from tiledsched.serve.entries import load_entries
-from tiledsched.store.db import TuningDB
 from tiledsched.tuning.resources import read_candidates
 
 CAUSAL = PROBLEM.replace(causal=True)
-
-
-@pytest.fixture
-def db():
-    with TuningDB.open(":memory:") as opened:
-        yield opened
 
 
 def only(report):
@@ -140,15 +133,11 @@ def test_looks_of_a_warm_landscape_are_no_cold_times(db):
 
 
 @pytest.mark.slow
-def test_the_shipped_report_out_of_the_box(tmp_path, monkeypatch, capsys):
+def test_the_shipped_report_out_of_the_box(new_home, capsys):
     """From an empty home, without a database: below 5 MB, and the answer is there."""
-    for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    monkeypatch.delenv("TILEDSCHED_DB", raising=False)
-    monkeypatch.chdir(tmp_path)
     assert main(["report", "matmul", "--arch", "h200"]) == 0
-    assert str(tmp_path) not in capsys.readouterr().out  # relative, as given
-    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert str(new_home) not in capsys.readouterr().out  # relative, as given
+    page = (new_home / "report" / "report.html").read_text(encoding="utf-8")
     assert len(page) < 5_000_000
     assert "measured" in page
     assert "Measured on NVIDIA H200 (sm_90, 2026-11)" in page

@@ -14,19 +14,12 @@ from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.charts import roofs, share_of_ceiling
 from tiledsched.report.views import roofline_rows
 from tiledsched.serve.entries import load_entries
-from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
 
 LARGE = Softmax.problem(rows=65536, columns=8192)
 SMALL = Softmax.problem(rows=64, columns=1024)
 CACHED = Matmul.problem(m=4096, n=4096, k=4096, dtype="float16")
 PRODUCT = Matmul.problem(m=8192, n=8192, k=8192, dtype="float16")
-
-
-@pytest.fixture
-def db():
-    with TuningDB.open(":memory:") as opened:
-        yield opened
 
 
 def entry(db, problem, us, **changes) -> Entry:

@@ -29,7 +29,6 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.report import write_report
 from tiledsched.report.document import Chart, Contents, Explorer, Heading, Paragraph, Table, to_html, to_markdown
 from tiledsched.report.text import document
-from tiledsched.store.db import TuningDB
 from tiledsched.store.records import RivalTime
 
 CAUSAL = PROBLEM.replace(causal=True)
@@ -193,12 +192,6 @@ CASES = {
     ],
     "nothing": [],
 }
-
-
-@pytest.fixture
-def db():
-    with TuningDB.open(":memory:") as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -30,7 +30,6 @@ from tiledsched.kernels.attention import Attention
 from tiledsched.report import write_report
 from tiledsched.report.answer import answer, next_step
 from tiledsched.report.axes import axes_of, cell
-from tiledsched.store.db import TuningDB
 
 ATTENTIONS_WORDS = re.compile(
     r"(?i:attention|head|seq|query|key|\bkv|causal|tile_[mn]|accum|persistent|TFLOP)|\b[SDBH]\b"
@@ -118,12 +117,6 @@ class Ragged(Kernel):
 
 
 LONG, SHORT = (Smooth.problem(length=length, width=64) for length in (8192, 512))
-
-
-@pytest.fixture
-def db():
-    with TuningDB.open(":memory:") as opened:
-        yield opened
 
 
 def choices(kernel):

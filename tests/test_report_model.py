@@ -11,12 +11,6 @@ from tiledsched.store.db import TuningDB
 from tiledsched.store.records import Entry
 
 
-@pytest.fixture
-def db():
-    with TuningDB.open(":memory:") as opened:
-        yield opened
-
-
 def only(report):
     assert len(report.measured.problems) == 1
     return report.measured.problems[0]

@@ -29,7 +29,6 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.fleet.clock import is_full
 from tiledsched.kernels.attention import Attention
-from tiledsched.store.db import TuningDB
 from tiledsched.tuning.builder import Builder
 
 PROBLEM = Attention.standard(seq_len=1024, head_dim=64)
@@ -59,12 +58,6 @@ class StubPool(FakeBuilds):
         except GeneratorExit:
             self.stopped_early = True
             raise
-
-
-@pytest.fixture
-def db():
-    with TuningDB.open(":memory:") as opened:
-        yield opened
 
 
 @pytest.fixture

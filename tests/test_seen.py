@@ -125,13 +125,11 @@ class Machine(FakeBuilds):
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "tuning.db"))
-    monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
+def home(home, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("First", "Second"):
-        (tmp_path / f"{name.lower()}.py").write_text(SCALE.replace("NAME", name))
-    return tmp_path
+        (home / f"{name.lower()}.py").write_text(SCALE.replace("NAME", name))
+    return home
 
 
 @pytest.fixture

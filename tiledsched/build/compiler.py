@@ -5,7 +5,6 @@ A name is a hash of all that the contents of the file depend on, so that no file
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import io
@@ -25,6 +24,7 @@ from tiledsched.build.host_code import for_host, host_arch
 from tiledsched.build.store import default_cache_folder
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, installed_toolchain, release
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.copies import closed_over, names_in
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import LONGEST, Failure, FailureKind, NoRoomError, describe
 from tiledsched.core.extras import package_version
@@ -226,17 +226,13 @@ def captured_values(function: FunctionType) -> list[Any] | None:
         seen.add(id(each))
         code = each.__code__
         found.append([each.__qualname__, code.co_firstlineno])
-        cells = {}
-        for name, cell in zip(code.co_freevars, each.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not filled yet
-                cells[name] = cell.cell_contents
-        for name, value in cells.items():
+        for name, value in closed_over(each).items():
             inner = inspect.unwrap(value) if callable(value) else value
             if type(inner).__name__ in PLAIN:
                 found.append([name, repr(inner)])
             elif not (isinstance(inner, FunctionType) and visit(inner)):
                 return False
-        for name in _names(code):
+        for name in names_in(code):
             value = each.__globals__.get(name)
             inner = inspect.unwrap(value) if isinstance(value, FunctionType) else value
             if type(inner).__name__ in PLAIN[:-1] and name in each.__globals__:
@@ -246,9 +242,3 @@ def captured_values(function: FunctionType) -> list[Any] | None:
         return True
 
     return found if visit(function) else None
-
-
-def _names(code: Any) -> list[str]:
-    """The names that a function's code, and the functions inside it, may read from its module."""
-    inner = [each for each in code.co_consts if inspect.iscode(each)]
-    return [*code.co_names, *(name for each in inner for name in _names(each))]

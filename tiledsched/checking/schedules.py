@@ -15,6 +15,7 @@ from tiledsched.checking.inputs import CHECK_KINDS
 from tiledsched.core.cases import replaced
 from tiledsched.core.errors import TiledschedError, describe
 from tiledsched.core.fields import Choice, Dim, Flag, Sizes
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import problems_of
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
@@ -352,12 +353,10 @@ def _kinds(kernel: KernelClass) -> list[list[Problem]]:
 
     A type, word or flag that no suite has is tried on the first problem. A kernel without suites gets a problem.
     """
-    by_kind: dict[Any, list[Problem]] = {}
-    for each in problems_of(kernel, None if kernel.suites else _without_suites(kernel)):
-        by_kind.setdefault(kernel.problem_kind(each), []).append(each)
+    listed = problems_of(kernel, None if kernel.suites else _without_suites(kernel))
     kinds = [
         list(dict.fromkeys([some[0], min(some, key=_min_bytes), max(some, key=_min_bytes)]))
-        for some in by_kind.values()
+        for some in grouped((kernel.problem_kind(each), each) for each in listed).values()
     ]
     kinds = kinds[:: max(1, math.ceil(len(kinds) / MOST_KINDS))]
     for name, declared in kernel.fields.items():

@@ -16,7 +16,7 @@ from typing import Any
 
 from tiledsched.core.cases import replaced, shrunk
 from tiledsched.core.errors import TiledschedError
-from tiledsched.core.fields import Dim, Sizes
+from tiledsched.core.fields import Dim, Sizes, total
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
@@ -141,7 +141,7 @@ class SizeFinder:
         one, two = (
             Problem(self.kernel, {**p.values, name: _listed(p.values[name], each)}) for each in (known, 2 * known)
         )
-        grown = _sum(two.values[name]) - _sum(one.values[name])
+        grown = total(two.values[name]) - total(one.values[name])
         return [
             (uses.side(array, axis), (high - low) / grown)
             for (array, axis), low, high in self._lengths(one, two, s, uses)
@@ -273,10 +273,6 @@ def _size_of(kernel: KernelClass, p: Problem) -> int:
 def _number(value: Any) -> int:
     """A size as one number: of a list, the largest."""
     return max(value) if isinstance(value, tuple) else int(value)
-
-
-def _sum(value: Any) -> int:
-    return sum(value) if isinstance(value, tuple) else int(value)
 
 
 def _listed(like: Any, value: int) -> Any:

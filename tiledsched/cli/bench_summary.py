@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tiledsched.core.groups import grouped, nested
 from tiledsched.core.problem import Problem, rate_of, unit_of
 from tiledsched.report.document import Table, to_markdown as document_markdown
 from tiledsched.rivals.methods import FLASH_4, MATMUL, OURS
@@ -115,16 +116,11 @@ def geometric_mean(ratios: Sequence[float]) -> float | None:
 
 def summarise(rows: Sequence[BenchRow]) -> list[RegimeSummary]:
     """One summary for each regime, in the order of the rows."""
-    return [
-        _regime(regime, [row for row in rows if row.regime == regime])
-        for regime in dict.fromkeys(row.regime for row in rows)
-    ]
+    return [_regime(regime, of) for regime, of in grouped((row.regime, row) for row in rows).items()]
 
 
 def _regime(regime: str, rows: Sequence[BenchRow]) -> RegimeSummary:
-    by_problem: dict[Problem, dict[str, BenchRow]] = {}
-    for row in rows:
-        by_problem.setdefault(row.problem, {})[row.method] = row
+    by_problem = nested((row.problem, row.method, row) for row in rows)
     cells = [cell for problem, found in by_problem.items() if (cell := _cell(problem, found)) is not None]
     others = dict.fromkeys(row.method for row in rows if row.method not in (OURS, MATMUL))
     return RegimeSummary(

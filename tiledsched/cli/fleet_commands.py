@@ -26,10 +26,9 @@ from tiledsched.cli.problems import named_problems
 from tiledsched.cli.tuning_commands import measured_problems, needs_folder, record, refresh, tune
 from tiledsched.core.errors import ConfigError, did_you_mean
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS, Limits
+from tiledsched.fleet.campaign import DEADLINE_S, LEASE_S, MOST_ATTEMPTS, CampaignPlan, Limits
 
 if TYPE_CHECKING:
-    from tiledsched.fleet.campaign import CampaignPlan
     from tiledsched.store.db import TuningDB
 
 SINGLE: dict[str, Command] = {"tune": tune, "record": record, "refresh": refresh, "bench": bench_commands.bench}

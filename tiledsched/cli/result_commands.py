@@ -30,13 +30,14 @@ from tiledsched.cli.app import (
 )
 from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
-from tiledsched.core import errors, registry, text
+from tiledsched.core import data_files, errors, registry, text
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import VERSIONED, KernelClass, Problem
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.measure.runner import LAUNCHED, REGIMES
 from tiledsched.store.captured_calls import clear_seen
+from tiledsched.store.location import database_exists
 from tiledsched.store.records import PROVENANCES
 from tiledsched.tuning.options import TuneOptions
 
@@ -161,8 +162,6 @@ def show(
 
 def _note_versions(run: Invocation, name: str, current: str) -> None:
     """Say which entries are kept of other code under the name of a kernel."""
-    from tiledsched.store.location import database_exists
-
     if not (run.db or database_exists(run.settings().db)):
         return
     with run.open_db(read_only=True) as db:
@@ -192,7 +191,6 @@ def _show_seen(
 
 def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> None:
     """List what ships and what is measured, and where the winners of the two regimes differ."""
-    from tiledsched.store.location import database_exists
     from tiledsched.store.manifest import shipped_landscapes
     from tiledsched.store.queries import compare_regimes
 
@@ -219,7 +217,6 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
 
 def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str, Any]]:
     """The files of compiled programs that ship, for which a report estimates times: nothing of them is measured."""
-    from tiledsched.core import data_files
     from tiledsched.core.device import ARCHS
     from tiledsched.store.build_files import read_builds
 
@@ -360,7 +357,6 @@ def written_report(
     from tiledsched.report.serving import Serving
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
-    from tiledsched.store.location import database_exists
     from tiledsched.tuning.tuner import modelled_times
 
     settings = run.settings(regime=regime)

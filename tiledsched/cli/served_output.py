@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
 from tiledsched.core.device import arch_of
+from tiledsched.core.groups import grouped, nested
 from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_text
 from tiledsched.core.registry import title_of
@@ -76,9 +77,7 @@ def short_values(problem: Problem) -> dict[str, Any]:
 
 def print_entries(entries: Sequence[Entry], compiler: str = "") -> None:
     """Print what is served with `compiler`: a table for each kernel, or where that is too wide, two lines for each entry."""
-    by_kernel: dict[str, list[Entry]] = {}
-    for entry in entries:
-        by_kernel.setdefault(entry.problem.kernel, []).append(entry)
+    by_kernel = grouped((entry.problem.kernel, entry) for entry in entries)
     for place, found in enumerate(by_kernel.values()):
         print("\n" * (place > 0) + f"tuned schedules of {_title(found[0].problem)}")
         lines = _entry_lines(found, compiler)
@@ -173,9 +172,7 @@ def print_summary(entries: Sequence[Entry]) -> None:
     """Print for each kernel and arch how many problems are known, how, since when, and from which layer. Archs for which all that
     is alike share a line.
     """
-    groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault((entry.kernel, entry.arch), []).append(entry)
+    groups = grouped(((entry.kernel, entry.arch), entry) for entry in entries)
     alike: dict[tuple[str, str, str], list[str]] = {}
     newest: dict[tuple[str, str, str], str] = {}
     modelled: dict[tuple[str, str, str], list[int]] = {}
@@ -236,9 +233,7 @@ def print_landscapes(
     """Print what ships, a line for each problem that was measured and each file that is only estimated; then what is measured in
     the database, what wins in each regime there, and what serving the other regime's winner costs.
     """
-    regimes: dict[tuple[str, str, str], list[str]] = {}
-    for each in shipped:
-        regimes.setdefault((each.problem.kernel, each.arch, str(each.problem)), []).append(each.regime)
+    regimes = grouped(((each.problem.kernel, each.arch, str(each.problem)), each.regime) for each in shipped)
     if regimes:
         print("measured landscapes that ship")
     for (kernel, arch, problem), of in sorted(regimes.items()):
@@ -328,12 +323,9 @@ def _compared_row(row: Compared, found: Comparison) -> dict[str, str]:
 
 def print_bench(rows: Sequence[BenchRow]) -> None:
     """Print a table for each regime: a line for each problem, and for each method its rate and its time over ours."""
-    for regime in dict.fromkeys(row.regime for row in rows):
-        found = [row for row in rows if row.regime == regime]
+    for regime, found in grouped((row.regime, row) for row in rows).items():
         methods = list(dict.fromkeys(row.method for row in found))
-        cells: dict[Problem, dict[str, BenchRow]] = {}
-        for row in found:
-            cells.setdefault(row.problem, {})[row.method] = row
+        cells = nested((row.problem, row.method, row) for row in found)
         units = "/".join(dict.fromkeys(unit_text(problem) for problem in cells))
         print(f"{regime}: {units}, and in brackets the time of each method over ours")
         print_table(

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import print_lines, print_wrapped
 from tiledsched.cli.served_output import entry_json
 from tiledsched.core import extras, labels, text
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.registry import command_word, title_of
 from tiledsched.core.space import RACED, UNKNOWN
+from tiledsched.store.evidence import throttled
 
 if TYPE_CHECKING:
     from tiledsched.checking.schedules import CheckRow
@@ -131,7 +133,6 @@ def _candidates(rows: Mapping[str, int]) -> str:
 
 def _verdict(result: results.TuneResult, entry: records.Entry, how: str) -> str:
     """How fast the winner is and by how much it wins; or which stronger entry stays in its place."""
-    from tiledsched.store.evidence import throttled
     from tiledsched.store.model_error import error_of, error_text
 
     us, how = entry.median_us, f"{how} with the clock held down" if throttled(entry, {}) else how
@@ -181,8 +182,6 @@ def print_report(files: Sequence[Path]) -> None:
 
 def print_refreshed(report: refresh.RefreshReport) -> None:
     """Print what was raced again or must be, a paragraph for each, and then a summary of all entries."""
-    from tiledsched.store.evidence import throttled
-
     for row in report.rows:
         was, now, lines = row.was, row.now, list[str]()
         if row.outcome == "kept":
@@ -267,10 +266,7 @@ def print_checked(row: CheckRow) -> None:
 
 def print_checks(rows: Sequence[CheckRow], *, by_kind: bool) -> None:
     """Print for each problem, or for the problems of each kind, how many schedules computed right results on how many tiles."""
-    groups: dict[Any, list[CheckRow]] = {}
-    for row in rows:
-        groups.setdefault(_kind(row.problem) if by_kind else row.problem, []).append(row)
-    for some in groups.values():
+    for some in grouped((_kind(row.problem) if by_kind else row.problem, row) for row in rows).values():
         drawn, ran = {row.schedule for row in some}, {row.schedule for row in some if not row.skipped}
         some = [row for row in some if not row.skipped] or some
         wrong = {row.schedule for row in some if not row.passed}

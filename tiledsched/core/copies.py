@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,15 +55,20 @@ class Copier:
         copy = FunctionType(code, names, function.__name__, function.__defaults__, closure)
         copy.__kwdefaults__ = function.__kwdefaults__
         self.done[id(function)] = copy
-        for each in (code, *codes_in(code)):
-            for name in set(each.co_names) & function.__globals__.keys():
-                names[name] = self.copy(function.__globals__[name])
-        for cell, original in zip(cells.values(), function.__closure__ or (), strict=True):
-            try:
-                cell.cell_contents = self.copy(original.cell_contents)
-            except ValueError:  # a name that is not bound yet
-                continue
+        for name in function.__globals__.keys() & names_in(code):
+            names[name] = self.copy(function.__globals__[name])
+        for name, value in closed_over(function).items():
+            cells[name].cell_contents = self.copy(value)
         return copy
+
+
+def closed_over(function: FunctionType) -> dict[str, Any]:
+    """The values that a function took from the functions around it, by name; without those that are not bound yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -70,6 +77,12 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
         if isinstance(each, CodeType):
             yield each
             yield from codes_in(each)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """The names that code reads as globals or as attributes, functions inside it included."""
+    return tuple(name for each in (code, *codes_in(code)) for name in each.co_names)
 
 
 def _is_tile_function(function: FunctionType) -> bool:

@@ -21,6 +21,7 @@ import numpy
 from tiledsched.core import registry
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs, shrunk
+from tiledsched.core.copies import closed_over
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import (
@@ -553,8 +554,7 @@ def _words_of_functions(kernel: KernelClass) -> set[str]:
             continue
         seen.add(id(value))
         if isinstance(value, FunctionType):
-            cells = (cell for cell in value.__closure__ or () if _is_full(cell))
-            left += [value.__code__, *(cell.cell_contents for cell in cells)]
+            left += [value.__code__, *closed_over(value).values()]
         elif isinstance(value, CodeType):
             found |= {*value.co_names, *value.co_varnames, *value.co_freevars}
             left += value.co_consts
@@ -565,13 +565,6 @@ def _words_of_functions(kernel: KernelClass) -> set[str]:
         elif isinstance(value, type) and value.__module__ == kernel.__module__:
             left += vars(value).values()
     return found
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        return bool(cell.cell_contents is not cell)
-    except ValueError:  # a name that is not bound yet
-        return False
 
 
 def _check_reference(kernel: KernelClass, example: Problem) -> None:

@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import Any
 
 import cuda.tile as ct
+from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ListConstraint, ScalarConstraint
 
 from tiledsched.core.arrays import ArraySpec
 from tiledsched.core.canonical import stable_id
@@ -256,8 +257,6 @@ def _number(name: str, value: Any, constant: bool, dtype: str) -> KernelArgument
 
 def signature(kernel: KernelClass, p: Problem, s: Schedule, step: Step) -> Any:
     """The type and assumptions of every parameter of a step. A launch on contiguous arrays infers these and more."""
-    from cuda.tile.compilation import CallingConvention, KernelSignature, ListConstraint, ScalarConstraint
-
     found: list[Any] = []
     for (_, _, note), each in zip(parameters(step.function), step.arguments, strict=True):
         if each.kind == "constant":
@@ -279,8 +278,6 @@ def symbol(kernel: KernelClass) -> str:
 
 
 def _array_constraint(spec: ArraySpec, note: Any) -> Any:
-    from cuda.tile.compilation import ArrayConstraint
-
     shape, ndim, item = spec.shape, len(spec.shape), ITEM_BYTES[spec.dtype]
     strides, unit = strides_of(shape, spec.column), unit_axis(ndim, spec.column)
     same = len(set(spec.shapes)) == 1
@@ -378,8 +375,6 @@ def assumed(kernel: KernelClass, inferred: Any, step: Step) -> Any:
     maxima at addresses of one. Where no size is constant, a launch takes version 1 of cuTile's calling convention, which passes
     the same arguments to the same machine code as version 2.
     """
-    from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature
-
     found = list(inferred.parameters)
     notes = (note for _, _, note in parameters(step.function))
     for place, (argument, note, each) in enumerate(zip(step.arguments, notes, found, strict=True)):

@@ -21,6 +21,7 @@ from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import EXACT, INVARIANT
 from tiledsched.core.errors import SpaceError
 from tiledsched.core.fields import Knob
+from tiledsched.core.groups import nested
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
@@ -587,9 +588,7 @@ def _tree(
     leaf: _Tree = {}
     branches = dict.fromkeys(combinations, leaf)
     for count in range(len(choices) - 1, -1, -1):
-        joined: dict[tuple[KnobValue, ...], _Tree] = {}
-        for combination, branch in branches.items():
-            joined.setdefault(combination[:count], {})[combination[count]] = branch
+        joined = nested((combination[:count], combination[count], branch) for combination, branch in branches.items())
         branches = {
             combination: known.setdefault(tuple((choice, id(after)) for choice, after in branch.items()), branch)
             for combination, branch in joined.items()

@@ -4,10 +4,10 @@ name."""
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tiledsched.core.groups import grouped
 from tiledsched.measure.estimate import Timing
 from tiledsched.store.evidence import SPREAD
 
@@ -62,11 +62,9 @@ def spread_of(controls: Iterable[Control]) -> list[GpuSpread]:
 
     A GPU's noise is the larger of the confidence interval of its timings and of what they differ by among themselves.
     """
-    timed: dict[tuple[str, str], dict[str, list[Control]]] = defaultdict(lambda: defaultdict(list))
-    for each in controls:
-        timed[each.arch, each.fingerprint][each.gpu].append(each)
     found = []
-    for gpus in timed.values():
+    for same in grouped(((each.arch, each.fingerprint), each) for each in controls).values():
+        gpus = grouped((each.gpu, each) for each in same)
         middles = {gpu: statistics.median(each.median_us for each in own) for gpu, own in gpus.items()}
         fleet_us = statistics.median(middles.values())
         for gpu, own in gpus.items():

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.copies import closed_over
 from tiledsched.core.errors import ProblemError, author_line, describe
 from tiledsched.core.launches import annotated, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
@@ -338,10 +339,8 @@ def _arguments(function: FunctionType, args: Sequence[Any], launch: InterpretedL
 
 def _annotations(function: FunctionType) -> dict[str, tuple[Any, ...]]:
     """What cuTile's annotations say of each parameter: the metadata of its `Annotated` hint."""
-    free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    local = {name: cell.cell_contents for name, cell in free.items()}
     try:
-        hints = typing.get_type_hints(function, localns=local, include_extras=True)
+        hints = typing.get_type_hints(function, localns=closed_over(function), include_extras=True)
     except NameError as error:
         raise InterpreterError(f"{function.__name__}: annotation {error}; define it at module level") from error
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}

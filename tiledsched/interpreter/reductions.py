@@ -155,10 +155,8 @@ def _reduction(name: str, pairwise: Any) -> None:
     add(name, function)
 
 
-_reduction("sum", ct.add)
-_reduction("prod", ct.mul)
-_reduction("max", ct.maximum)
-_reduction("min", ct.minimum)
+for _name, _pairwise in (("sum", ct.add), ("prod", ct.mul), ("max", ct.maximum), ("min", ct.minimum)):
+    _reduction(_name, _pairwise)
 
 
 @implements("reduce")

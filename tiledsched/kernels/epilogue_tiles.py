@@ -21,12 +21,9 @@ import cuda.tile as ct
 from tiledsched.core.sources import compiled
 from tiledsched.kernels.epilogues import ARRAYS, LARGEST_E4M3
 from tiledsched.kernels.glu.tiles import gelu as exact_gelu, logistic
-from tiledsched.kernels.products import column_of, elements_of, part_view, place_of, sum_of_shares
+from tiledsched.kernels.products import ROW_ELEMENTS, column_of, elements_of, part_view, place_of, sum_of_shares
 from tiledsched.kernels.rows import over_tiles
 from tiledsched.kernels.scaled_matmul.tiles import only_scale
-
-ROW_ELEMENTS = 16
-"""Elements of which rows of C are multiples where the TMA unit stores them."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.cost import COPY_SHARE, EFFICIENCY, LAUNCH_US, NEXT_LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts
@@ -40,12 +40,6 @@ AHEAD_SHARE = 0.45
 """Share of a block's start and end that remains when a persistent block goes on, because loads of its next tile are under way."""
 FREE_SPILL_BYTES = 32
 SPILL_BYTES_PER_CYCLE = 95.0
-
-# Chosen, not fitted.
-SECOND_LAUNCH_US = 2.0
-"""Time that another launch in the same stream adds."""
-COPY_SHARE = 0.88
-"""Share of the published bandwidth of device memory that a copy reaches."""
 
 
 class ProductCost(Cost):
@@ -168,13 +162,13 @@ def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
     """Copies before the product, or the sum of the shares behind it."""
     rate = spec.dram_gbps * COPY_SHARE * 1e3
     if s.get("PAD"):
-        return 2.0 * SECOND_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
+        return 2.0 * NEXT_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
     splits = int(s.get("SPLIT_K", 1))
     if splits <= 1:
         return 0.0
     moved = 2.0 * PARTIAL_BYTES * splits * p.m * p.n
     in_cache = moved / 2 <= spec.l2_bytes / 2
-    return SECOND_LAUNCH_US + moved / (rate * (2.0 if in_cache else 1.0))
+    return NEXT_LAUNCH_US + moved / (rate * (2.0 if in_cache else 1.0))
 
 
 def tile_columns(s: Schedule) -> int:

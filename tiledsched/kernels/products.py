@@ -12,6 +12,29 @@ import cuda.tile as ct
 
 from tiledsched.kernels.rows import Bool as Bool, Int as Int
 
+ROW_ELEMENTS = 16
+"""Elements of which rows are multiples where arrays have 8 bits, and where the TMA unit stores what an epilogue makes."""
+
+
+@dataclass(frozen=True)
+class ProductConstants:
+    """The compile-time constants that all kernels of products know."""
+
+    TILE_M: int
+    """Rows of a work tile."""
+    TILE_N: int
+    """Columns of a work tile, or of its first part."""
+    REST_N: int
+    """Columns of its second part, a half or a quarter of the first's; 0 where there is one part."""
+    TILE_K: int
+    """Columns of A, and rows of B, that one step of the main loop takes."""
+    GROUP_M: int
+    """Rows of work tiles that are taken together, column after column, so that their operands stay in the L2 cache."""
+    LATENCY: int
+    """Latency hint of the main loop's loads; 0 for none. It decides how shared memory is divided, too."""
+    SPLIT_K: int
+    """Blocks that share the walk over k of one tile of C."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -53,6 +76,11 @@ def elements_of(row, column, ROWS, COLUMNS):
     """
     rows = row * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]
     return rows, column * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32)[None, :]
+
+
+def row_view(A, const):
+    """A as a grid of tiles, with zeros beyond the edge."""
+    return A.tiled_view((const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO)
 
 
 def part_view(array, ROWS, PART, const):

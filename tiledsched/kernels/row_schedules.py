@@ -14,7 +14,7 @@ import numpy
 import tiledsched.core.fields as ts
 from tiledsched.core import storage
 from tiledsched.core.arrays import Tolerance
-from tiledsched.core.cost import LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.cost import COPY_SHARE, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm, grid_blocks
@@ -57,8 +57,6 @@ DERIVED = {"width": lambda p: 1 << (p.columns - 1).bit_length()}
 # Published or counted.
 LATENCY_CYCLES = 1500.0
 """From a request to device memory to its answer, under load."""
-COPY_SHARE = 0.88
-"""Share of the published bandwidth of device memory that a copy reaches: 4.24 of 4.8 TB/s on the H200."""
 # Chosen, not fitted.
 DUTY = 0.5
 """Share of its time in which a block without loads ahead of its work has them under way."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.groups import nested
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Batch, Candidate, Checked, Device, Measurement
@@ -36,16 +37,15 @@ class ReplayRunner:
         self._kernel = kernel
         self._rng = random.Random(seed)
         self._problem: Problem | None = None
-        self._recorded: dict[Key, dict[str, Measurement]] = {}
         recorded = list(measurements)
         devices = {measurement.device for measurement in recorded}
         if len(devices) != 1:
             raise MeasureError(f"a replay needs the record of one device, got {len(devices)}; choose one")
         self.device: Device = devices.pop()
         self.regimes = frozenset(measurement.regime for measurement in recorded)
-        for measurement in recorded:
-            key = self._key(measurement.problem, measurement.fingerprint, measurement.schedule)
-            self._recorded.setdefault(key, {})[measurement.regime] = measurement
+        self._recorded = nested(
+            (self._key(each.problem, each.fingerprint, each.schedule), each.regime, each) for each in recorded
+        )
 
     @property
     def device_name(self) -> str:

@@ -59,6 +59,11 @@ def launches_in_graph(us: float, changes: bool) -> int:
     return 1 if changes else max(1, min(GRAPH_LAUNCHES, round(GRAPH_BELOW_US / us)))
 
 
+def flush_bytes(l2_bytes: int) -> int:
+    """How many bytes are written to empty a second-level cache of this size."""
+    return max(2 * l2_bytes, 1 << 26)
+
+
 class Stopwatch(Protocol):
     """Launches candidates between two events."""
 

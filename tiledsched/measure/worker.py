@@ -40,9 +40,8 @@ from tiledsched.measure.arrays import Launch, Packed, ProblemArrays, first_rows,
 from tiledsched.measure.dependent import launch_dependent
 from tiledsched.measure.nvml import ConditionsLog, current_device, current_gpu, current_processes, own_processes
 from tiledsched.measure.runner import GIB, Batch, Checked, Device, GapTrial
-from tiledsched.measure.timing import calibrate, sample_rounds
+from tiledsched.measure.timing import calibrate, flush_bytes, sample_rounds
 
-FLUSH_TIMES_L2 = 2
 RESERVE_BYTES = 1 << 28
 """Device memory that stays free beside what is taken and what a search may take: programs are loaded into it."""
 SPIN_US = 300.0
@@ -132,7 +131,7 @@ def start(state: State) -> tuple[Device, tuple[str, str]]:
     state.stream = cupy.cuda.Stream(non_blocking=True)
     state.ours = own_processes(before)
     state.device = current_device()
-    state.flush = cupy.empty(max(FLUSH_TIMES_L2 * state.device.l2_bytes, 1 << 26), dtype=numpy.uint8)
+    state.flush = cupy.empty(flush_bytes(state.device.l2_bytes), dtype=numpy.uint8)
     state.spin = cupy.RawKernel(SPIN_SOURCE, "spin")
     return state.device, current_gpu()
 

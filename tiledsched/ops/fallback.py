@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tiledsched.core.config import log
 from tiledsched.core.errors import UnsupportedError
 from tiledsched.kernels.attention.backends import output_dtype
 from tiledsched.ops.arguments import heads_grouped
 from tiledsched.ops.features import NO_FEATURES, AttentionFeatures
-from tiledsched.serve.process import is_invariant, log, settings
+from tiledsched.serve.process import is_invariant, settings
 
 MOST_SCORES = 1 << 28
 """Scores, of 4 bytes each, that may be kept in full for a call that could wait instead."""

@@ -424,7 +424,7 @@ def _attend(
     return result
 
 
-def _register(name: str, result: str, lse: bool) -> Any:
+def _register(name: str, lse: bool) -> Any:
     """`tiledsched::flex`, or `flex_lse`."""
 
     def launch(q: Any, k: Any, v: Any, lists: Any, arrays: Any, kernel: str, scale: float | None) -> Any:
@@ -444,18 +444,15 @@ def _register(name: str, result: str, lse: bool) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, lists, arrays, *given)
 
-    def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
-        return empty_results(q, v, lse)
-
     def flops(q: Any, k: Any, v: Any, *given: Any, out_val: Any) -> int:
         return forward_flops(q, k, v, out_val=out_val)
 
     arguments = "Tensor q, Tensor k, Tensor v, Tensor? lists, Tensor[] arrays, str kernel, float? scale"
-    return register(name, f"({arguments}) -> {result}", launch, fake, autograd, flops)
+    return register(name, arguments, lse, launch, autograd, flops)
 
 
-flex_operator = _register("flex", "Tensor", lse=False)
-flex_lse_operator = _register("flex_lse", "(Tensor, Tensor)", lse=True)
+flex_operator = _register("flex", lse=False)
+flex_lse_operator = _register("flex_lse", lse=True)
 
 
 def _check_differentiable(arrays: Sequence[Any]) -> None:

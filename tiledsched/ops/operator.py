@@ -203,13 +203,20 @@ def empty_results(q: Any, v: Any, lse: bool) -> Any:
     return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if lse else out
 
 
-def register(name: str, schema: str, launch: Any, fake: Any, autograd: Any, formula: Any) -> Any:
+def register(name: str, arguments: str, lse: bool, launch: Any, autograd: Any, formula: Any) -> Any:
     """Define an operator of attention, whose first arguments are q, k and v, with every implementation it has; returns it.
 
     Args:
+        arguments: the part of the schema that is in brackets.
+        lse: whether it also returns the log-sum-exp.
         autograd: where gradients may be required; it is given the operator, and then the arguments.
-        name, schema, launch, fake, formula: as for :func:`tiledsched.serve.op.define`.
+        name, launch, formula: as for :func:`tiledsched.serve.op.define`.
     """
+
+    def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
+        return empty_results(q, v, lse)
+
+    schema = f"({arguments}) -> {'(Tensor, Tensor)' if lse else 'Tensor'}"
     library, operator = define(f"tiledsched::{name}", schema, launch, fake, formula)
 
     def autocast(q: Any, k: Any, v: Any, *given: Any) -> Any:
@@ -223,14 +230,11 @@ def register(name: str, schema: str, launch: Any, fake: Any, autograd: Any, form
     return operator
 
 
-def _register(name: str, result: str, lse: bool) -> Any:
+def _register(name: str, lse: bool) -> Any:
     """`tiledsched::sdpa`, or `sdpa_lse`."""
 
     def launch(q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any) -> Any:
         return attend(q, k, v, causal, scale, lse, *read_given(given, 1))
-
-    def fake(q: Any, k: Any, v: Any, *given: Any) -> Any:
-        return empty_results(q, v, lse)
 
     def autograd(
         operator: Any, q: Any, k: Any, v: Any, causal: str | None = None, scale: float | None = None, *given: Any
@@ -260,8 +264,8 @@ def _register(name: str, result: str, lse: bool) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, causal, scale, *given)
 
-    return register(name, f"({ARGUMENTS}) -> {result}", launch, fake, autograd, forward_flops)
+    return register(name, ARGUMENTS, lse, launch, autograd, forward_flops)
 
 
-sdpa_operator = _register("sdpa", "Tensor", lse=False)
-sdpa_lse_operator = _register("sdpa_lse", "(Tensor, Tensor)", lse=True)
+sdpa_operator = _register("sdpa", lse=False)
+sdpa_lse_operator = _register("sdpa_lse", lse=True)

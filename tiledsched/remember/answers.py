@@ -5,11 +5,10 @@ every other result.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.config import Settings, warn_once
@@ -21,12 +20,9 @@ from tiledsched.measure.runner import Device, Measurement
 from tiledsched.remember.description import GRIDS, MARK, Call, Grid
 from tiledsched.store.direct import reading
 from tiledsched.store.location import database_exists, location, site_location
+from tiledsched.store.records import BuildRecord, Entry
 from tiledsched.store.rows import DAMAGE, RowReader, read_json
 
-if TYPE_CHECKING:
-    from tiledsched.store.records import BuildRecord, Entry
-
-log = logging.getLogger("tiledsched")
 REGIME = "burst"
 SPACE = "space "
 """Stands before the digest of the space in what an entry says of its source."""

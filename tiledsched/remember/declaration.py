@@ -11,6 +11,7 @@ from tiledsched.core import registry
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import Choice, Value
 from tiledsched.core.files import real_path
+from tiledsched.core.groups import values_by_name
 from tiledsched.core.problem import Declaration, KernelClass, Problem, describe_values
 from tiledsched.remember.description import MARK
 from tiledsched.store.location import database_exists
@@ -149,9 +150,5 @@ def _declare(name: str, problems: list[dict[str, Any]], schedules: list[Any]) ->
 
 def _by_name(rows: list[Any]) -> dict[str, tuple[Any, ...]]:
     """By name, the different values that mappings have, sorted."""
-    found: dict[str, dict[tuple[str, Any], Any]] = {}
-    for row in rows:
-        for name, value in row.items():
-            plain = tuple(value) if isinstance(value, list) else value
-            found.setdefault(name, {})[type(plain).__name__, plain] = plain
-    return {name: tuple(each for _, each in sorted(found[name].items())) for name in sorted(found)}
+    plain = [{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()} for row in rows]
+    return {name: tuple(values) for name, values in values_by_name(plain).items()}

@@ -21,6 +21,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 from tiledsched.core.canonical import canonical_json
+from tiledsched.core.copies import closed_over, names_in
 from tiledsched.core.modules import LIBRARIES
 from tiledsched.core.storage import strides_of
 
@@ -136,13 +137,6 @@ def _last_line(code: CodeType) -> int:
     return max([code.co_firstlineno, *inner, *lines])
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> frozenset[str]:
-    """The names that code reads as globals or as attributes, functions inside it included."""
-    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
 def _globals_in(code: CodeType) -> set[str]:
     """The names that code reads as globals. It takes milliseconds to tell."""
     found = {str(each.argval) for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
@@ -168,9 +162,8 @@ class Reader:
             return
         self._met.add(id(function))
         self.code.append(_text_of(function.__code__))
-        captured = [value for _, value in _cells(function)]
-        loads = _names_in(function.__code__) & function.__globals__.keys()
-        for value in [*captured, *(function.__globals__[name] for name in sorted(loads))]:
+        loads = function.__globals__.keys() & names_in(function.__code__)
+        for value in [*closed_over(function).values(), *(function.__globals__[name] for name in sorted(loads))]:
             self.code_of(value)
 
     def function(self, function: Any) -> dict[str, Any]:
@@ -184,8 +177,10 @@ class Reader:
             raise OpaqueError(f"a {type(function).__name__} that is called as a function")
         self._met.add(id(plain))
         self.code.append(_text_of(plain.__code__))
-        names = _names_in(plain.__code__)
-        found = {name: self.value(value, name, names) for name, value in [*_cells(plain), *_defaults(plain)]}
+        names = frozenset(names_in(plain.__code__))
+        found = {
+            name: self.value(value, name, names) for name, value in [*closed_over(plain).items(), *_defaults(plain)]
+        }
         for name in sorted(names & plain.__globals__.keys() - found.keys()):
             try:
                 found[name] = self.value(plain.__globals__[name], name, names)
@@ -308,17 +303,6 @@ def _plain_function(function: Any) -> FunctionType | None:
 def _is_made(value: Any) -> bool:
     """Whether a function was made by the standard library, as those of dataclasses are."""
     return isinstance(value, FunctionType) and value.__code__.co_filename.startswith("<")
-
-
-def _cells(function: FunctionType) -> list[tuple[str, Any]]:
-    """The values that a function took from the functions around it, by name."""
-    found = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found.append((name, cell.cell_contents))
-        except ValueError:  # not assigned yet
-            continue
-    return found
 
 
 def name_of(function: Any) -> str:

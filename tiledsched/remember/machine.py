@@ -24,7 +24,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.measure.driver_timeout import asked
 from tiledsched.measure.nvml import ConditionsLog, current_device, labelled
 from tiledsched.measure.runner import Device
-from tiledsched.measure.timing import Log, Stopwatch
+from tiledsched.measure.timing import Log, Stopwatch, flush_bytes
 from tiledsched.measure.torch_timing import TorchStopwatch
 from tiledsched.remember.description import Grid, Request
 from tiledsched.remember.identity import is_array
@@ -33,8 +33,6 @@ COMPILE_TIMEOUT_S = 120.0
 """For a program, where the caller sets no limit."""
 PATIENCE = 1.1
 """Programs that compile side by side each take somewhat longer than alone: a limit that the caller set is multiplied by this."""
-FLUSH_TIMES_L2 = 2
-LEAST_FLUSH_BYTES = 1 << 26
 
 
 @dataclass(eq=False)
@@ -188,7 +186,7 @@ class SearchMachine:
         if torch is None or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":  # no launch can be queued behind another one
             return BenchmarkStopwatch(programs, request)
         if self._flush is None:
-            most = max(FLUSH_TIMES_L2 * self.device().l2_bytes, LEAST_FLUSH_BYTES)
+            most = flush_bytes(self.device().l2_bytes)
             self._flush = torch.empty(most if request.flush_l2 else 1, dtype=torch.uint8, device="cuda")
         return CallStopwatch(torch, programs, request, self._flush)
 

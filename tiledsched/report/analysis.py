@@ -9,12 +9,13 @@ import math
 import operator
 import shlex
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from tiledsched.core.groups import grouped
 from tiledsched.core.schedule import KnobValue, Schedule
-from tiledsched.report.records import MEASURED, ProblemReport, Tile, TileTime, Timed
+from tiledsched.report.records import MEASURED, ProblemReport, TileTime
 
 T = TypeVar("T")
 WITHIN = 1.3
@@ -32,16 +33,11 @@ def tile_times(one: ProblemReport, knobs: tuple[str, ...]) -> tuple[TileTime, ..
     """The best time of each tile, that of the leader first, and then the fastest. Where all of the search space has a time, every
     tile is searched enough.
     """
-    members: dict[Tile, list[Timed]] = defaultdict(list)
-    for each in one.timed:
-        if knobs and {*knobs} <= {*each.schedule}:
-            members[each.schedule.number(knobs[0]), each.schedule.number(knobs[1])].append(each)
+    tiled = [each for each in one.timed if knobs and {*knobs} <= {*each.schedule}]
+    members = grouped(((each.schedule.number(knobs[0]), each.schedule.number(knobs[1])), each) for each in tiled)
     programs = {tile: len({each.program for each in of}) for tile, of in members.items()}
-    values: dict[str, set[object]] = defaultdict(set)
-    for each in one.timed:
-        for knob, value in each.schedule.items():
-            values[knob].add(value)
-    possible = math.prod(len(each) for knob, each in values.items() if knob not in knobs)
+    values = grouped(item for each in one.timed for item in each.schedule.items())
+    possible = math.prod(len({*each}) for knob, each in values.items() if knob not in knobs)
     enough = min(ENOUGH_PROGRAMS, max(max(programs.values(), default=0) / 2, min(FEWEST_PROGRAMS, possible)))
     leader = one.leader
     ordered = sorted(members.items(), key=lambda item: (all(each is not leader for each in item[1]), item[1][0].us))
@@ -83,11 +79,8 @@ def neighbours(items: Sequence[tuple[Schedule, T]], close: Sequence[bool]) -> It
             for whole, each, place in zip(sums, coded, place_of, strict=True)
         ]
         wanted = {rest for rest, near in zip(rests, close, strict=True) if near and rest is not None}
-        groups: dict[int, list[int]] = defaultdict(list)
-        for i, rest in enumerate(rests):
-            if rest is not None and rest in wanted:
-                groups[rest].append(i)
-        for members in groups.values():
+        alike = grouped((rest, i) for i, rest in enumerate(rests) if rest in wanted)
+        for members in alike.values():
             for first, second in itertools.combinations(members, 2):
                 if (close[first] or close[second]) and _differ_in(
                     place_of[first].get(knob), coded[first], coded[second]
@@ -133,11 +126,7 @@ def few_schedules(problems: Sequence[ProblemReport]) -> tuple[dict[float, tuple[
 def _chosen(losses: Sequence[dict[Schedule, float]], limit: float) -> tuple[Schedule, ...]:
     left, chosen = list(losses), list[Schedule]()
     while left:
-        covers: dict[Schedule, list[float]] = {}
-        for each in left:
-            for schedule, loss in each.items():
-                if loss <= limit:
-                    covers.setdefault(schedule, []).append(loss)
+        covers = grouped(item for each in left for item in each.items() if item[1] <= limit)
         best = min(covers, key=lambda each: (-len(covers[each]), statistics.fmean(covers[each]), each.id))
         chosen.append(best)
         left = [each for each in left if each.get(best, limit + 1) > limit]

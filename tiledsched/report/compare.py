@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -11,6 +12,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from tiledsched.core.groups import firsts, nested, smallest
 from tiledsched.core.labels import class_words
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
@@ -333,11 +335,8 @@ def side_of(
     newest: dict[Key, dict[str, KnownTime]] = {}
     for one in programs:
         newest.setdefault(key_of(one), {}).setdefault(one.fingerprint or one.schedule_id, one)
-    best: dict[Key, KnownTime] = {}
-    for one in served:
-        best.setdefault(key_of(one), one)
-    for key, of in newest.items():
-        best.setdefault(key, min(of.values(), key=lambda each: each.us))
+    fastest = ((key, min(of.values(), key=lambda each: each.us)) for key, of in newest.items())
+    best = firsts(itertools.chain(((key_of(one), one) for one in served), fastest))
     light = {
         key: {
             program: ProgramTime(
@@ -403,9 +402,7 @@ def compare_parts(a: Side, b: Side, terms: ComparisonTerms, threshold: float) ->
         for key in first
         if key in second
     ]
-    others: dict[Key, dict[str, ProgramTime]] = {}
-    for key, of in b.programs.items():
-        others.setdefault(key[:width], {}).update(of)
+    others = nested((key[:width], program, one) for key, of in b.programs.items() for program, one in of.items())
     drift = (
         theirs.us / one.us
         for key, of in a.programs.items()
@@ -445,11 +442,7 @@ def _program_of(side: Side, begin: Key, device: str, schedule: str) -> ProgramTi
 
 def _fastest(known: Iterable[KnownTime], width: int) -> dict[Key, KnownTime]:
     """The best time of each problem, by the first parts of its key."""
-    found: dict[Key, KnownTime] = {}
-    for one in known:
-        key = key_of(one)[:width]
-        found[key] = min(found.get(key, one), one, key=lambda each: each.us)
-    return found
+    return smallest(((key_of(one)[:width], one) for one in known), key=lambda each: each.us)
 
 
 def why_unpaired(one: KnownTime, name: str, other: Side, modelled: bool) -> str:

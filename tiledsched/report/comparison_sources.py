@@ -9,7 +9,6 @@ import io
 import itertools
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
@@ -20,6 +19,7 @@ from tiledsched.core import data_files, registry
 from tiledsched.core.device import arch_named
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
 from tiledsched.core.files import from_csv_cell, plain_text, read_bounded
+from tiledsched.core.groups import grouped
 from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
@@ -39,13 +39,12 @@ from tiledsched.report.compare import (
 )
 from tiledsched.store.evidence import for_compiler, of_one_compiler, timed_alike, timed_as_now
 from tiledsched.store.exchange import read_table
-from tiledsched.store.location import database_exists
+from tiledsched.store.location import TABLES, database_exists
 from tiledsched.store.queries import TimedRow, TimedRows
 from tiledsched.store.reading import Circumstances
 from tiledsched.store.records import Entry, StoredMeasurement
 
 SHIPPED = "shipped"
-TABLES = (".json", ".json.xz")
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2})?)?")
 BEFORE, AFTER = "before", "after"
 """Selectors of what was known before the last run of a database began, and of all that is known since."""
@@ -156,12 +155,8 @@ class _Source:
     def __init__(
         self, entries: Iterable[Entry], measurements: Iterable[StoredMeasurement], stored: TimedRows | None = None
     ) -> None:
-        self.entries: dict[str, list[Entry]] = defaultdict(list)
-        for entry in entries:
-            self.entries[entry.problem.id].append(entry)
-        self._rows: dict[Problem, list[TimedRow]] = defaultdict(list)
-        for each in measurements:
-            self._rows[each.measurement.problem].append(TimedRow.of(each))
+        self.entries = grouped((entry.problem.id, entry) for entry in entries)
+        self._rows = grouped((each.measurement.problem, TimedRow.of(each)) for each in measurements)
         self._stored = stored
         self.problems = {each.id: each for each in (*(stored.problems if stored else ()), *self._rows)}
         """The problems that are measured, by their ids."""

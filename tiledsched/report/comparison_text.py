@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from tiledsched.core.groups import largest
 from tiledsched.core.labels import class_words
 from tiledsched.core.text import joined, percent, plural
 from tiledsched.measure.clocks import describe_throttling
@@ -81,9 +82,11 @@ def conditions_of(found: Comparison) -> list[str]:
             f"In {plural(len(unlike), 'problem')} the two GPUs have one name and are not alike: {_unlike(unlike[0])}. "
             "A difference may be the GPU's."
         )
-    seen: dict[str, int] = {}
-    for taken in (taken for row in found.rows for taken in (row.a, row.b)):
-        seen[taken.device] = max(seen.get(taken.device, 0), taken.conditions.sm_clock_mhz if taken.conditions else 0)
+    seen = largest(
+        (taken.device, taken.conditions.sm_clock_mhz if taken.conditions else 0)
+        for row in found.rows
+        for taken in (row.a, row.b)
+    )
     for side in ("a", "b"):
         if slowed := [*filter(None, (_throttling(getattr(row, side), seen) for row in rows))]:
             sentences.append(

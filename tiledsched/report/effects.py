@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from tiledsched.core.groups import grouped
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule, named_tile
 from tiledsched.report.analysis import WITHIN, neighbours
 from tiledsched.report.records import AS_GOOD, MODELLED, KnobVerdict, ProblemReport, ValueEffect
@@ -270,13 +271,10 @@ def _values(problems: Sequence[ProblemReport]) -> dict[str, list[_Key]]:
     """The values of each knob that has several within one problem: numbers by size, words by the alphabet."""
     found: dict[str, set[_Key]] = defaultdict(set)
     for one in problems:
-        own: dict[str, set[_Key]] = defaultdict(set)
-        for timed in one.timed:
-            for knob, value in timed.schedule.items():
-                own[knob].add((type(value), value))
+        own = grouped((knob, (type(value), value)) for timed in one.timed for knob, value in timed.schedule.items())
         for knob, values in own.items():
-            if len(values) > 1:
-                found[knob] |= values
+            if len({*values}) > 1:
+                found[knob] |= {*values}
     return {knob: sorted(found[knob], key=_rank) for knob in sorted(found)}
 
 

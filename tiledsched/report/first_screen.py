@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from tiledsched.core.device import describe_gpus
+from tiledsched.core.groups import largest
 from tiledsched.core.labels import show
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
@@ -225,10 +226,12 @@ def _default(one: ProblemReport, report: Report) -> tuple[str, str, str]:
 
 def costly(one: ProblemReport, report: Report) -> dict[str, ValueEffect]:
     """The value of each knob, but those of the tile, that costs most in a problem, where that is sure; the costliest first."""
-    worst: dict[str, ValueEffect] = {}
-    for each in judged_knobs(one, report.tile_knobs):
-        if each.ci_low is not None and each.ratio and min(each.ci_low, each.ratio - one.tolerance) > 1:
-            worst[each.knob] = max(worst.get(each.knob, each), each, key=_ratio)
+    sure = (
+        each
+        for each in judged_knobs(one, report.tile_knobs)
+        if each.ci_low is not None and each.ratio and min(each.ci_low, each.ratio - one.tolerance) > 1
+    )
+    worst = largest(((each.knob, each) for each in sure), key=_ratio)
     return {each.knob: each for each in sorted(worst.values(), key=_ratio, reverse=True)}
 
 

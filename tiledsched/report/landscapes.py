@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tiledsched.core.groups import firsts
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule, named_tile
 from tiledsched.core.sources import source_part
@@ -202,9 +203,7 @@ class _Members:
             [*ranked[: (most + 1) // 2], ranked[-1], *(each for each in always if each in self.rows)]
         )
         tile = named_tile(ranked[0]) or ()
-        tiles: dict[object, Schedule] = {}
-        for schedule in ranked:
-            tiles.setdefault(tuple(schedule[knob] for knob in tile if knob in schedule), schedule)
+        tiles = firsts((tuple(each[knob] for knob in tile if knob in each), each) for each in ranked)
         chosen |= dict.fromkeys(tiles.values())
         others = [schedule for schedule in ranked if schedule not in chosen]
         if (room := most - len(chosen)) > 0:

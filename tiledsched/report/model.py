@@ -6,13 +6,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import or_none
 from tiledsched.core.fields import Choice, Flag
+from tiledsched.core.groups import firsts, grouped
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
@@ -20,7 +20,6 @@ from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
-from tiledsched.measure.runner import Measurement
 from tiledsched.report.analysis import tile_times
 from tiledsched.report.axes import axes_of
 from tiledsched.report.ceilings import measured_ceilings
@@ -33,7 +32,7 @@ from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import for_compiler, of_kernel
 from tiledsched.store.model_error import error_of
-from tiledsched.store.queries import KnobEffect, ProgramKey, knob_effects, program_key
+from tiledsched.store.queries import KnobEffect, knob_effects, program_key
 from tiledsched.store.records import BuildRecord, Entry, FailureRecord, Toolchain
 
 if TYPE_CHECKING:
@@ -141,9 +140,7 @@ def _shown_entries(shown: Mapping[Problem, str], entries: Sequence[Entry], compi
     """The entry that is served for each problem, from the compiler whose times are shown, or else from the installed
     one.
     """
-    alike: dict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        alike[shown.get(entry.problem, compiler)].append(entry)
+    alike = grouped((shown.get(entry.problem, compiler), entry) for entry in entries)
     return [entry for version, members in alike.items() for entry in for_compiler(members, version)]
 
 
@@ -162,14 +159,17 @@ def _with_error(one: ProblemReport, arch: str) -> ProblemReport:
 
 
 def _section(provenance: str, problems: Sequence[ProblemReport], tile: tuple[str, ...]) -> Section:
-    winners: dict[str, list[Schedule]] = defaultdict(list)
-    for one in problems:
-        if one.served and one.served.provenance == MEASURED and one.served.candidates > 1:
-            winners[one.device_name].append(one.served.schedule)
-    won = {device: tuple(each) for device, each in winners.items()}
+    won = grouped(
+        (one.device_name, one.served.schedule)
+        for one in problems
+        if one.served and one.served.provenance == MEASURED and one.served.candidates > 1
+    )
     ordered = tuple(
         sorted(
-            (replace(one, tiles=tile_times(one, tile), winners=won.get(one.device_name, ())) for one in problems),
+            (
+                replace(one, tiles=tile_times(one, tile), winners=tuple(won.get(one.device_name, ())))
+                for one in problems
+            ),
             key=lambda one: (one.group, one.size, one.problem),
         )
     )
@@ -191,9 +191,11 @@ class _Builds:
         for entry in entries:
             if entry.toolchain is not None:
                 wanted[source_part(entry.source_hash), entry.toolchain.id] = entry.toolchain
-        self.all: list[BuildRecord] = []
-        for (source_hash, _), toolchain in wanted.items():
-            self.all += db.find_builds(kernel.name, source_hash, toolchain, arch).values()
+        self.all = [
+            build
+            for (source_hash, _), toolchain in wanted.items()
+            for build in db.find_builds(kernel.name, source_hash, toolchain, arch).values()
+        ]
         self.facts = {fingerprint: record.facts for (_, fingerprint), record in db.artifacts(arch).items()}
         """Resources of machine code, by fingerprint."""
         self.facts |= {build.fingerprint: build.facts for build in self.all if build.facts}
@@ -203,10 +205,11 @@ class _Builds:
             for name, each in kernel.fields.items()
             if isinstance(each, (Choice, Flag)) or getattr(each, "constant", False)
         ]
-        self._alike: dict[tuple[object, ...], list[BuildRecord]] = defaultdict(list)
-        for build in self.all:
-            if build.fingerprint:
-                self._alike[tuple(map(build.problem_class.values.get, self._compiled_in))].append(build)
+        self._alike = grouped(
+            (tuple(map(build.problem_class.values.get, self._compiled_in)), build)
+            for build in self.all
+            if build.fingerprint
+        )
         self._serving: dict[Problem, list[BuildRecord]] = {}
         self._compared: set[tuple[object, ...]] = set()
         self.modelled_compilers: set[str] = set()
@@ -293,9 +296,7 @@ class _Desk:
         self.axes = axes_of(kernel)
         self.space: SearchSpace | None = or_none(space_for, arch, kernel)
         self._defaults: dict[Problem, Schedule | None] = {}
-        self._entries: dict[tuple[Problem, str], list[Entry]] = defaultdict(list)
-        for entry in entries:
-            self._entries[entry.problem, entry.accum_mode].append(entry)
+        self._entries = grouped(((entry.problem, entry.accum_mode), entry) for entry in entries)
 
     def measured(self, key: LandscapeKey, landscape: Landscape) -> ProblemReport:
         """The report on one problem and device."""
@@ -315,9 +316,9 @@ class _Desk:
             and build.schedule not in by_schedule
             and accum_mode(build.schedule) == mode
         }
-        newest: dict[ProgramKey, tuple[Measurement, datetime]] = {}
-        for schedule, one in by_schedule.items():
-            newest.setdefault(programs[schedule], (one.measurement, one.created_at))
+        newest = firsts(
+            (programs[schedule], (one.measurement, one.created_at)) for schedule, one in by_schedule.items()
+        )
         known = {
             program: Timed(
                 schedule=found.schedule,
@@ -360,9 +361,7 @@ class _Desk:
         named = (entry.schedule, default, *(each.schedule for each in answers if each))
         spills = {build.schedule for build in builds if build.facts and spilled(build.facts.spill_bytes)}
         left_out = spills.difference(named) if len(spills) < len(builds) else set()
-        every: dict[ProgramKey, list[BuildRecord]] = defaultdict(list)
-        for build in builds:
-            every[program_key(build.fingerprint, problem, build.schedule, device)].append(build)
+        every = grouped((program_key(each.fingerprint, problem, each.schedule, device), each) for each in builds)
         kept = {key: [each for each in alike if each.schedule not in left_out] for key, alike in every.items()}
         programs = {key: alike for key, alike in kept.items() if alike}
         first = [

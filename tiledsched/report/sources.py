@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core import data_files
+from tiledsched.core.config import log
 from tiledsched.core.errors import DatabaseError, or_none
+from tiledsched.core.groups import grouped, largest, nested
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
@@ -28,7 +29,6 @@ from tiledsched.store.records import ArtifactRecord, BuildRecord, Entry, StoredM
 if TYPE_CHECKING:
     from tiledsched.store.db import TuningDB
 
-log = logging.getLogger("tiledsched")
 T = TypeVar("T")
 MOST_PROBLEMS, MOST_MEASUREMENTS = 300, 30_000
 """Problems beside those that ship that a report is on, at most, and their measurements, unless it is told which problems."""
@@ -67,10 +67,11 @@ class WithShipped:
         known: dict[tuple[Problem, str, str, str], dict[str, StoredMeasurement]] = defaultdict(dict)
         self._artifacts: dict[tuple[str, str], ArtifactRecord] = {}
         for table in _read_each(read_table, tables):
-            found: dict[tuple[Problem, str, str, str], dict[str, StoredMeasurement]] = defaultdict(dict)
-            for stored in table.measurements:
-                if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem):
-                    found[_conditions_of(stored)][stored.uid] = stored
+            found = nested(
+                (_conditions_of(stored), stored.uid, stored)
+                for stored in table.measurements
+                if stored.measurement.device.arch == arch and self._is_reported(stored.measurement.problem)
+            )
             for conditions, members in found.items():
                 # Times of two runs, often on two GPUs of one name, differ by several percent, and a landscape's leaders were
                 # timed in turn: what an earlier file has of its problems under its compiler is left out.
@@ -110,9 +111,7 @@ class WithShipped:
         """Each problem that was measured, with the measurements of the database, without samples, and those that ship, newest
         first, each once. All are read of a problem of which some ship; of others `choose` tells which.
         """
-        shipped: dict[Problem, list[StoredMeasurement]] = defaultdict(list)
-        for stored in self._shipped.values():
-            shipped[stored.measurement.problem].append(stored)
+        shipped = grouped((stored.measurement.problem, stored) for stored in self._shipped.values())
 
         def choose_own(problem: Problem, rows: Iterable[PlainRow]) -> Collection[int] | None:
             return choose(problem, rows) if choose and problem not in shipped else None
@@ -161,10 +160,7 @@ class WithShipped:
 
 def _newest_of(problems: Iterable[Problem], entries: Iterable[Entry], measured: Mapping[Problem, int]) -> set[Problem]:
     """The problems that a report is on where it cannot be on all: those that were tuned last."""
-    tuned: dict[Problem, float] = {}
-    for entry in entries:
-        if entry.updated_at is not None:
-            tuned[entry.problem] = max(tuned.get(entry.problem, 0.0), entry.updated_at.timestamp())
+    tuned = largest((entry.problem, entry.updated_at.timestamp()) for entry in entries if entry.updated_at is not None)
     newest = sorted(problems, key=lambda each: (-tuned.get(each, 0.0), each))[:MOST_PROBLEMS]
     so_far = itertools.accumulate(measured[each] for each in newest)
     return {

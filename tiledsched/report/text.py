@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core.device import describe_gpus
+from tiledsched.core.groups import nested
 from tiledsched.core.labels import class_words
 from tiledsched.core.problem import Problem, unit_text
 from tiledsched.core.schedule import SHORT
@@ -219,11 +220,12 @@ def _few(problems: Sequence[ProblemReport], after: str) -> list[Block]:
 
 def _side_by_side(reports: Sequence[Report]) -> list[Block]:
     """The problems that several archs have in common."""
-    best: dict[Problem, dict[str, ProblemReport]] = {}
-    for report in reports:
-        for one in (*report.modelled.problems, *report.measured.problems):  # what was measured is told
-            if one.accum_mode == "fp32":
-                best.setdefault(one.problem, {})[report.arch] = one
+    best = nested(
+        (one.problem, report.arch, one)
+        for report in reports
+        for one in (*report.modelled.problems, *report.measured.problems)  # what was measured is told
+        if one.accum_mode == "fp32"
+    )
     rows = [
         (
             str(problem),
@@ -262,10 +264,12 @@ def _with_accumulators(problem: Problem, accum_mode: str) -> str:
 
 def _figures(report: Report, after: str) -> list[Block]:
     """Tables, folded."""
-    blocks: list[Block] = []
-    for section in (report.measured, report.modelled):
-        if section.problems:
-            blocks += _section(section, report, f", {section.provenance}{after}")
+    blocks = [
+        block
+        for section in (report.measured, report.modelled)
+        if section.problems
+        for block in _section(section, report, f", {section.provenance}{after}")
+    ]
     blocks += _regimes(report, after)
     blocks += _part(
         f"Knobs that do not change the machine code{after}",
@@ -418,12 +422,14 @@ def _regimes(report: Report, after: str) -> list[Block]:
 
 
 def _conditions(report: Report, after: str) -> list[Block]:
-    blocks: list[Block] = []
-    for device in report.conditions:
-        blocks += [
+    blocks: list[Block] = [
+        block
+        for device in report.conditions
+        for block in (
             Heading(text=f"Conditions: {device.device.name}{after}", folded=True),
             _condition_table(device, report.regime),
-        ]
+        )
+    ]
     if report.elsewhere:
         left_out = plural(report.elsewhere, "measurement")
         blocks.append(Paragraph(text=f"Left out: {left_out} of another regime, device, compiler or way of timing."))

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from tiledsched.core.groups import grouped
 from tiledsched.core.labels import show
 from tiledsched.core.problem import unit_of
 from tiledsched.core.schedule import Schedule
@@ -15,17 +16,7 @@ from tiledsched.core.text import change, code, joined, plural
 from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell
 from tiledsched.report.effects import LEAST_PAIRS, value_effects
-from tiledsched.report.records import (
-    AS_GOOD,
-    MEASURED,
-    ProblemReport,
-    Report,
-    Tile,
-    TileTime,
-    Timed,
-    Untuned,
-    ValueEffect,
-)
+from tiledsched.report.records import AS_GOOD, MEASURED, ProblemReport, Report, TileTime, Timed, Untuned, ValueEffect
 
 SCALE_END = 3.0
 """Times beyond this many times the best share one colour or one bar, so that one bad program does not grey out the rest."""
@@ -106,9 +97,7 @@ def mark_of(one: ProblemReport, schedules: Collection[Schedule]) -> str:
 def program_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row]:
     """The programs that are drawn: their time, what they take of the GPU, and the value of each knob."""
     knobs = dict.fromkeys(knob for schedule in places for knob in schedule)
-    alike: dict[int, list[Schedule]] = defaultdict(list)
-    for schedule, place in places.items():
-        alike[place].append(schedule)
+    alike = grouped((place, schedule) for schedule, place in places.items())
     shown = [timed for timed in distinct(one) if timed.schedule in places]
     return [
         {
@@ -124,9 +113,8 @@ def program_rows(one: ProblemReport, places: Mapping[Schedule, int]) -> list[Row
 
 def tile_rows(one: ProblemReport, knobs: Sequence[str], places: Mapping[Schedule, int]) -> list[Row]:
     """Each tile size by its best schedule: the best is 1. A question mark stands by tiles of which too little was tried."""
-    of: dict[Tile, list[Schedule]] = defaultdict(list)
-    for timed in one.timed if one.tiles else ():
-        of[timed.schedule.number(knobs[0]), timed.schedule.number(knobs[1])].append(timed.schedule)
+    schedules = [timed.schedule for timed in one.timed if one.tiles]
+    of = grouped(((each.number(knobs[0]), each.number(knobs[1])), each) for each in schedules)
     rows = [
         _square(
             one,
@@ -172,10 +160,11 @@ def _square(
 
 def pair_rows(one: ProblemReport, pair: Sequence[str], places: Mapping[Schedule, int]) -> list[Row]:
     """Each two values of two knobs by the best of the programs drawn. A question mark stands by squares with few programs."""
-    found: dict[tuple[str, str], list[Timed]] = defaultdict(list)
-    for timed in distinct(one):
-        if timed.schedule in places and {*pair} <= {*timed.schedule}:
-            found[show(timed.schedule[pair[0]]), show(timed.schedule[pair[1]])].append(timed)
+    found = grouped(
+        ((show(timed.schedule[pair[0]]), show(timed.schedule[pair[1]])), timed)
+        for timed in distinct(one)
+        if timed.schedule in places and {*pair} <= {*timed.schedule}
+    )
     return [
         _square(
             one,

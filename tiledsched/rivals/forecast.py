@@ -25,6 +25,7 @@ import numpy as np
 
 from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, tensor_rate
 from tiledsched.core.device import ArchSpec, arch_spec
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.core.similarity import FAR
@@ -215,9 +216,7 @@ def _hosts_us(entries: Iterable[Entry]) -> Mapping[str, float]:
     """What calls of each rival cost the host, the median of what was measured. What our own calls cost was not measured: they
     count as free, so that only their time on the GPU makes a rival faster.
     """
-    found: dict[str, list[float]] = {}
-    for each in (each for entry in entries for each in entry.rivals or ()):
-        found.setdefault(each.name, []).append(each.host_us)
+    found = grouped((each.name, each.host_us) for entry in entries for each in entry.rivals or ())
     return {OURS: 0.0} | {name: statistics.median(each) for name, each in found.items()}
 
 

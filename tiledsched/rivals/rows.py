@@ -14,6 +14,7 @@ from typing import Any
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.errors import ConfigError, ProblemError
 from tiledsched.core.files import check_plain, csv_text, from_csv_cell, plain_text, read_bounded, write_whole
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 from tiledsched.measure.estimate import Timing
@@ -33,19 +34,31 @@ Cell = tuple[str, Problem]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRow:
-    """One method on one problem in one regime."""
+class StudyRow:
+    """What the rows of studies have in common: a time, or why there is none."""
 
     problem: Problem
     """What was computed."""
-    method: str
-    """See `tiledsched.rivals.methods`."""
     regime: str
     """burst or sustained."""
     status: str
     """ok, or why there is no time."""
     timing: Timing | None = None
     """The time of one call; None where there is none."""
+    schedule: str = ""
+    """What our own kernel launched, as people read it."""
+    device: str = ""
+    """Name of the GPU."""
+    taken: str = ""
+    """Day on which it was timed, in UTC, as YYYY-MM-DD; empty where it was not recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRow(StudyRow):
+    """One method on one problem in one regime."""
+
+    method: str
+    """See `tiledsched.rivals.methods`."""
     flops: float | None = None
     """Floating-point operations of one call, for the matmul, whose operations are not the problem's; else None."""
     max_abs_err: float | None = None
@@ -60,22 +73,16 @@ class BenchRow:
     """Its rate over that of the 8192^3 matmul of the same cell."""
     conditions: Conditions = field(default_factory=Conditions)
     """Clocks, power and throttling while this cell was timed, all methods together."""
-    schedule: str = ""
-    """What our own method launched."""
     provenance: str = ""
-    """Where that schedule came from."""
+    """Where the schedule of our own method came from."""
     measured_program: bool | None = None
     """Whether the launched machine code is the measured artifact's; None where not checked."""
-    device: str = ""
-    """GPU."""
     versions: str = ""
     """Driver and libraries."""
     p95_us: float | None = None
     """95th percentile of the samples."""
     compiler: str = ""
     """Version of the compiler that built our machine code; empty where it was not recorded."""
-    taken: str = ""
-    """Day on which it was timed, in UTC, as YYYY-MM-DD; empty where it was not recorded."""
     output_errs: str = ""
     """The relative error of each output where a kernel has several, such as `dQ=0.0021 dK=0.0022`."""
 
@@ -111,14 +118,14 @@ class BenchRow:
             "causal": p.get("causal", ""),
             **{name: p.get(name, "") for name in SIZES},
             **timing_columns(self.timing, 3),
-            "tflops": _rounded(self.tflops, 2),
+            "tflops": rounded(self.tflops, 2),
             "max_abs_err": _digits(self.max_abs_err),
             "sm_clock_mhz": self.conditions.sm_clock_mhz,
             "status": self.status,
             "rel_err": _digits(self.rel_err),
             "compared": self.compared,
             "samples": self.samples,
-            "ceiling_ratio": _rounded(self.ceiling_ratio, 4),
+            "ceiling_ratio": rounded(self.ceiling_ratio, 4),
             "power_w": round(self.conditions.power_w),
             "temperature_c": self.conditions.temperature_c,
             "throttle": "+".join(self.conditions.throttle_reasons),
@@ -132,9 +139,9 @@ class BenchRow:
             "versions": self.versions,
             "kernel": self.problem.kernel,
             "problem": canonical_json(self.problem.to_json()),
-            "gbps": _rounded(self.gbps, 1),
+            "gbps": rounded(self.gbps, 1),
             "compiler": self.compiler,
-            "p95_us": _rounded(self.p95_us, 3),
+            "p95_us": rounded(self.p95_us, 3),
             "taken": self.taken,
             "output_errs": self.output_errs,
         }
@@ -173,10 +180,11 @@ class BenchRow:
 
 def timing_columns(timing: Timing | None, places: int) -> dict[str, float | None]:
     """The columns of a time in microseconds, rounded to so many places; empty cells where there is none."""
-    return {name: _rounded(getattr(timing, name, None), places) for name in TIMES}
+    return {name: rounded(getattr(timing, name, None), places) for name in TIMES}
 
 
-def _rounded(value: float | None, places: int) -> float | None:
+def rounded(value: float | None, places: int) -> float | None:
+    """A number rounded to so many places; None as it is."""
     return None if value is None else round(value, places)
 
 
@@ -240,7 +248,5 @@ def finished_cells(path: Path, methods: Sequence[str]) -> set[Cell]:
         raise ConfigError(f"{path} has other columns than this version writes; choose another file")
     if not text.endswith("\n"):
         write_whole(path, text[: text.rfind("\n") + 1])
-    done: dict[Cell, set[str]] = {}
-    for row in rows:
-        done.setdefault(row.cell, set()).add(row.method)
-    return {cell for cell, found in done.items() if set(methods) <= found}
+    done = grouped((row.cell, row.method) for row in rows)
+    return {cell for cell, found in done.items() if set(methods) <= {*found}}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
-import logging
 import os
 import platform
 import re
@@ -22,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core import config
-from tiledsched.core.config import Settings, configure
+from tiledsched.core.config import Settings, configure, log
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import place_of
 from tiledsched.core.storage import ALIGNMENT
 from tiledsched.store.captured_calls import ENDING, VERSION, seen_folder
 
-log = logging.getLogger("tiledsched")
 MOST_NOTED = 4096
 """Problems that one process notes. A kernel whose problems are not rounded may pose another one with each call."""
 COUNTS_S = 10.0

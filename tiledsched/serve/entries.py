@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +10,9 @@ from typing import Any
 
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
-from tiledsched.core.config import INVARIANT, Settings
+from tiledsched.core.config import INVARIANT, Settings, log
 from tiledsched.core.errors import DatabaseError
+from tiledsched.core.groups import largest
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.space import SearchSpace
@@ -23,15 +23,11 @@ from tiledsched.serve.stored import StoredEntries, StoredSpills
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import clocks_of, distinct, of_kernel, precedence
 from tiledsched.store.limit import READ_TIMEOUT_S
-from tiledsched.store.location import database_exists, location, site_location
+from tiledsched.store.location import TABLES, database_exists, location, site_location
 from tiledsched.store.records import Entry, Place
 from tiledsched.store.rows import kernel_condition
 from tiledsched.store.shipped import read_shipped_entries
 from tiledsched.store.spills import Spills, shipped_spills
-
-log = logging.getLogger("tiledsched")
-TABLES = (".json", ".json.xz")
-"""Endings of the names of table files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,11 +243,8 @@ class Near:
         stored = [layer.stored for layer in found if layer.stored]
         self.raced, self.in_graphs = any(each.raced for each in stored), any(each.in_graphs for each in stored)
         """Whether rivals were timed for any of the entries that are in databases, and whether any was timed in graphs."""
-        self.seen_mhz: dict[str, int] = {}
+        self.seen_mhz = largest(clock for each in stored for clock in each.seen_mhz.items())
         """By the name of each GPU, the highest clock behind the entries that are in databases."""
-        for layer in found:
-            for name, clock in (layer.stored.seen_mhz if layer.stored else {}).items():
-                self.seen_mhz[name] = max(clock, self.seen_mhz.get(name, 0))
 
     def entries(self, problem: Problem, archs: Sequence[str], *, alone: bool = False) -> list[Entry]:
         """The entries on some archs near a problem, or only its own, together with those that other layers have for the same

@@ -7,7 +7,6 @@ programs it ran.
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -28,7 +27,6 @@ from tiledsched.serve.plan import Plan, ScratchArray, next_choice
 from tiledsched.serve.plan_cache import PlanCache
 from tiledsched.serve.prebuilt import BuildingError, missed_builds, not_waiting
 
-log = logging.getLogger("tiledsched")
 MAX_SHARED_BYTES, MAX_SHARED = 1 << 20, 64
 """The smallest scratch arrays of a launch, up to so many bytes together, are kept for the next launch, of so many launches:
 making them costs the host more than everything else but the launch."""
@@ -206,7 +204,7 @@ def launch_first(
             return stand_in(plan)
         if isinstance(error.__cause__, BuildingError):
             if not building:
-                log.info("%s: %s: compiling; torch serves until the program is built", plan.name, plan.problem)
+                config.log.info("%s: %s: compiling; torch serves until the program is built", plan.name, plan.problem)
             cache.building[key] = tuple(missed)
             return _stand_in(plan, stand_in, launch)
         refused, other = isinstance(error, RivalError), None
@@ -216,7 +214,7 @@ def launch_first(
             other = next_choice(plan, make)
         if other is None:
             raise
-        log.warning("%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
+        config.log.warning("%s; %s is served instead", error, "our own kernel" if refused else "the next choice")
         cache.exchange(key, plan, other)
         cache.building.pop(key, None)
         return launch_first(cache, key, other, launch, make, stand_in)
@@ -224,7 +222,7 @@ def launch_first(
         cache.building[key] = tuple(missed)
     elif not capturing:  # what a capture does without is left to the next eager call
         if cache.building.pop(key, None):
-            log.info("%s: %s: the program is built, and serves from now on", plan.name, plan.problem)
+            config.log.info("%s: %s: the program is built, and serves from now on", plan.name, plan.problem)
         cache.keep_ready(key, plan)
     return result
 
@@ -438,7 +436,7 @@ def _compile_rival(rival: Rival, like: Sequence[Any], device: int, build: Build)
             if device >= 0:
                 torch.cuda.current_stream(place).synchronize()
     except Exception as error:
-        log.info("%s, compiled ahead: %s: %s", rival.name, type(error).__name__, error)
+        config.log.info("%s, compiled ahead: %s: %s", rival.name, type(error).__name__, error)
     finally:
         build.end("")
 

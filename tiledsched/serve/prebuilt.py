@@ -9,7 +9,6 @@ and translates the kernel's Python; a program that was built before is read from
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import cuda.tile as ct
+from cuda.tile.compilation import ArrayConstraint, CallingConvention
 
 from tiledsched.build.compiler import BuildTask, captured_values, pass_on_worker_warps, program_key
 from tiledsched.build.cubin import is_whole, parts, strip_debug
@@ -26,7 +26,7 @@ from tiledsched.build.sealed import is_usable
 from tiledsched.build.store import ProgramStore, StoredProgram, default_cache_folder, read_program, write_program
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import launches, preparations
-from tiledsched.core.config import Settings
+from tiledsched.core.config import Settings, log
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError
 from tiledsched.core.problem import KernelClass, Problem
@@ -35,7 +35,6 @@ from tiledsched.core.schedule import HINT_KNOBS, Schedule
 from tiledsched.serve.background import BUILDER, BackgroundBuilder, Build, BuildRequest
 from tiledsched.serve.bundle import Bundle, BundledProgram, named_bundle, read_bundle
 
-log = logging.getLogger("tiledsched")
 _thread = threading.local()
 Prebuilt = tuple[Bundle, BundledProgram]
 """A program that was built ahead, and the bundle that holds it."""
@@ -166,8 +165,6 @@ def serves(built: Any, wanted: Any) -> bool:
 
 def _holds(built: Any, wanted: Any) -> bool:
     """Whether every assumption about one parameter of the built signature holds for the wanted one."""
-    from cuda.tile.compilation import ArrayConstraint
-
     if not (isinstance(built, ArrayConstraint) and isinstance(wanted, ArrayConstraint)):
         return bool(built == wanted)
     same = ("dtype", "ndim", "index_dtype", "stride_constant", "shape_constant", "alias_groups", "may_alias_internally")
@@ -303,8 +300,6 @@ class ServedKernel(ct.kernel):
 
     def _submit(self, path: Path, wanted: Any) -> Build | None:
         """Have another process compile a program; None where none can."""
-        from cuda.tile.compilation import CallingConvention
-
         kernel, convention = self.declaration, CallingConvention.cutile_python_v2()
         where = place_of(kernel)
         if (

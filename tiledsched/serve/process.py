@@ -14,7 +14,7 @@ import cuda.tile as ct  # importing it here keeps half of its time out of the fi
 import torch
 
 from tiledsched.core import config
-from tiledsched.core.config import Settings, load_settings
+from tiledsched.core.config import Settings, load_settings, log
 from tiledsched.core.launches import Step, annotated
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import HINT_KNOBS, Schedule
@@ -27,7 +27,6 @@ from tiledsched.serve.lookup import LookupTable
 from tiledsched.serve.plan_cache import PlanCache, lock
 from tiledsched.serve.prebuilt import make_kernel
 
-log = logging.getLogger("tiledsched")
 _kernels: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _get_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

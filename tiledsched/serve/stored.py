@@ -6,14 +6,15 @@ import contextlib
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tiledsched.core.config import warn_once
 from tiledsched.core.errors import DatabaseError
+from tiledsched.core.groups import grouped, largest
 from tiledsched.core.problem import Problem
 from tiledsched.store.direct import reading
 from tiledsched.store.evidence import distinct
@@ -75,12 +76,10 @@ class StoredEntries:
         for device, conditions in rows.run(f"{behind} WHERE {self._condition}", self._words):
             with contextlib.suppress(ValueError, TypeError):
                 highest[device] = max(highest.get(device, 0), read(conditions).sm_clock_mhz)
-        for identity, device in rows.parents("devices", highest).items():
-            self.seen_mhz[device.name] = max(self.seen_mhz.get(device.name, 0), highest[identity])
+        devices = rows.parents("devices", highest)
+        self.seen_mhz = largest((device.name, highest[identity]) for identity, device in devices.items())
 
     def _read_problems(self, rows: RowReader) -> None:
-        import numpy as np
-
         of_entries = f"WHERE r.id IN (SELECT r.problem_id FROM entries r WHERE {self._condition})"
         found = rows.make(
             "problems",
@@ -94,10 +93,11 @@ class StoredEntries:
         self._codes: dict[str, int] = {}
         places = [self._place(sizes) for sizes in problems.values()]
         self._sizes, self._words_of = (np.array([place[part] for place in places]) for part in (0, 1))
-        groups: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
-        for arch, accum_mode, measured, identity in rows.run(f"{GROUPS} WHERE {self._condition}", self._words):
-            if identity in self._ids and isinstance(arch, str):
-                groups[arch, accum_mode, bool(measured)].append(self._ids[identity])
+        groups = grouped(
+            ((arch, accum_mode, bool(measured)), self._ids[identity])
+            for arch, accum_mode, measured, identity in rows.run(f"{GROUPS} WHERE {self._condition}", self._words)
+            if identity in self._ids and isinstance(arch, str)
+        )
         self._groups = {group: np.array(places) for group, places in groups.items()}
 
     def _place(self, values: Mapping[str, int | str]) -> tuple[list[float], list[int]]:
@@ -121,8 +121,6 @@ class StoredEntries:
         return [entry for each in ids for entry in self._known[each] if entry.arch in archs]
 
     def _nearest(self, problem: Problem, archs: Sequence[str]) -> Iterator[str]:
-        import numpy as np
-
         sizes, words = self._place(_values(problem.to_json()))
         ids = [*self._ids]
         for (arch, *_), places in self._groups.items():

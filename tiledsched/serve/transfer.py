@@ -23,6 +23,7 @@ from typing import Any
 
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.device import ArchSpec
+from tiledsched.core.groups import firsts
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
@@ -241,12 +242,8 @@ def candidate_losses(entry: Entry, problem: Problem, space: SearchSpace) -> dict
         for each, loss in named
         for other in similarity.equivalents(entry.problem, problem, each)
     ]
-    losses: dict[Schedule, float] = {}
-    for schedule, loss in named:
-        valid = repaired(schedule, problem, space)
-        if valid is not None:
-            losses.setdefault(valid, loss)
-    return losses
+    losses = firsts((repaired(schedule, problem, space), loss) for schedule, loss in named)
+    return {schedule: loss for schedule, loss in losses.items() if schedule is not None}
 
 
 def repaired(schedule: Schedule, problem: Problem, space: SearchSpace) -> Schedule | None:

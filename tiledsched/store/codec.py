@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import datetime
 from functools import cache, partial
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.core.errors import DatabaseError, TiledschedError
@@ -127,6 +127,8 @@ def _decoder(kind: Any) -> Decoder:
         inner = _decoder(next(arm for arm in arms if arm is not type(None)))
         optional = type(None) in arms
         return lambda data, where: None if data is None and optional else inner(data, where)
+    if origin is Annotated:
+        return _decoder(arms[0])
     if origin is tuple:
         return _tuple_decoder(arms)
     if kind in (Schedule, Problem, ProblemClass):

@@ -6,11 +6,12 @@ import functools
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from tiledsched.core.groups import grouped, largest
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import is_shipped, of_one_kernel, source_part
@@ -74,11 +75,8 @@ def distinct(entries: Iterable[Entry]) -> list[Entry]:
 
 def clocks_of(entries: Iterable[Entry], known: Mapping[str, int] = MappingProxyType({})) -> dict[str, int]:
     """By the name of each GPU, the highest clock at which it was measured, in MHz; also of what is `known` of other entries."""
-    found = dict(known)
-    for entry in entries:
-        if (taken := entry.measurement) is not None:
-            found[taken.device.name] = max(found.get(taken.device.name, 0), taken.conditions.sm_clock_mhz)
-    return found
+    measured = (entry.measurement for entry in entries if entry.measurement is not None)
+    return largest([*known.items(), *((each.device.name, each.conditions.sm_clock_mhz) for each in measured)])
 
 
 def throttled(entry: Entry, seen_mhz: Mapping[str, int]) -> str:
@@ -123,13 +121,12 @@ def of_one_compiler(
 
     if len({stored.toolchain.tileiras for stored in measurements}) < 2:
         return list(measurements)
-    known: dict[tuple[Any, ...], dict[str, set[Schedule]]] = defaultdict(lambda: defaultdict(set))
-    for stored in measurements:
-        known[place(stored)][stored.toolchain.tileiras].add(stored.measurement.schedule)
-
+    known = grouped(
+        (place(stored), (stored.toolchain.tileiras, stored.measurement.schedule)) for stored in measurements
+    )
     taken = {
-        where: nearest_compiler({version: len(each) for version, each in versions.items()}, compiler, fullest=fullest)
-        for where, versions in known.items()
+        where: nearest_compiler(Counter(version for version, _ in {*of}), compiler, fullest=fullest)
+        for where, of in known.items()
     }
     return [stored for stored in measurements if stored.toolchain.tileiras == taken[place(stored)]]
 
@@ -258,10 +255,11 @@ def contradictions(
     for entry in entries:
         mine = entry.measurement
         assert mine is not None  # they are measured
-        programs: dict[tuple[str, Schedule], list[Measurement]] = defaultdict(list)
-        for stored in measurements_of(entry):
-            if _comparable(stored, entry, mine):
-                programs[stored.measurement.fingerprint, stored.measurement.schedule].append(stored.measurement)
+        programs = grouped(
+            ((stored.measurement.fingerprint, stored.measurement.schedule), stored.measurement)
+            for stored in measurements_of(entry)
+            if _comparable(stored, entry, mine)
+        )
         found = {
             schedule: us
             for (fingerprint, schedule), taken in sorted(programs.items(), key=lambda each: each[0][1].id)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 
+from tiledsched.core.files import kind_of_file, user_folder
 from tiledsched.core.trust import sqlite_path
 
+TABLES = (".json", ".json.xz")
+"""Endings of the names of table files."""
 HEAD = "0001"
 """Newest schema revision, the last file in `tuning_db/migrations/versions`. A constant, so that opening a database
 that is up to date reads no migration."""
@@ -17,8 +20,6 @@ def location(url: str | os.PathLike[str] | None) -> str:
     text = os.fspath(url) if url is not None else os.environ.get("TILEDSCHED_DB", "")
     if text:
         return text
-    from tiledsched.core.files import user_folder
-
     return str(user_folder("data") / "tuning.db")
 
 
@@ -48,8 +49,6 @@ def database_exists(url: str | os.PathLike[str] | None) -> bool:
     path = database_file(url)
     if not path:
         return False
-    from tiledsched.core.files import kind_of_file
-
     try:
         return bool(kind_of_file(path))
     except OSError:  # `open` says why, as it does of what is no file

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 
 from tiledsched.core import data_files
+from tiledsched.core.config import log
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.files import read_bounded
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import problem_from_json
 
-log = logging.getLogger("tiledsched")
 SCHEMA_VERSION = 1
 """Version of the manifest's format."""
 LISTED = ("tables", "landscapes", "model")

@@ -9,38 +9,39 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from datetime import datetime, timezone
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from sqlalchemy import (
     JSON,
     CheckConstraint,
+    Column,
     ColumnElement,
     DateTime,
     Float,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
+    Integer,
     MetaData,
     String,
+    Table,
     Text,
     TypeDecorator,
     UniqueConstraint,
     or_,
 )
 from sqlalchemy.engine import Dialect
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.orm.decl_api import DeclarativeAttributeIntercept
 
-from tiledsched.build.cubin import ResourceFacts
-from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.problem import ProblemClass
-from tiledsched.core.schedule import Schedule
-from tiledsched.measure.runner import Conditions, Device, RivalTime
+from tiledsched.core.errors import FailureKind
+from tiledsched.measure.runner import Conditions
 from tiledsched.store.codec import REMEMBERED, decode, encode
-from tiledsched.store.rows import NAMESAKE, in_utc
+from tiledsched.store.rows import NAMESAKE, TABLES, in_utc, types_of
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -110,123 +111,127 @@ def _written_once(value: Any) -> str:
     return json.dumps(encode(value))
 
 
-RECORDS: Mapping[Any, str] = {
-    Accuracy: "accuracy",
-    Conditions: "conditions",
-    Device: "device",
-    ProblemClass: "problem_class",
-    ResourceFacts: "facts",
-    Schedule: "knobs",
-    tuple[RivalTime, ...]: "rivals",
-    tuple[float, ...]: "samples_us",
+LENGTHS = {
+    "id": 12,
+    "problem_class_id": 12,
+    "uid": 24,
+    "kernel": 200,
+    "fleet_campaigns.kernel": 400,
+    "job": 200,
+    "hostname": 255,
+    "name": 128,
+    "device_name": 128,
+    "kernel_views.name": 63,
+    **dict.fromkeys(
+        ("arch", "regime", "runner", "accum_mode", "provenance", "status", "stage", "state", "outcome"), 16
+    ),
+    **dict.fromkeys(("kind", "failure_kind"), 32),
+    **dict.fromkeys(("fingerprint", "source_hash", "compiler", "gpu", "cuda_tile", "tileiras", "ptxas", "nvvm"), 64),
 }
-"""The types of columns that hold records, and what these columns are called."""
+"""The most characters of columns of words, by their names, or for one table by its name and theirs. Others hold any number."""
+REFERENCES = {
+    "schedule_id": "schedules.id",
+    "runner_up_id": "schedules.id",
+    "problem_id": "problems.id",
+    "device_id": "devices.id",
+    "toolchain_id": "toolchains.id",
+    "measurement_id": "measurements.id",
+    "run_id": "runs.id",
+    "campaign_id": "fleet_campaigns.id",
+    "worker_id": "fleet_workers.id",
+    "lease_id": "fleet_leases.id",
+}
+"""What the columns of these names refer to."""
 
 
-class Base(DeclarativeBase):
+class _Columns(DeclarativeAttributeIntercept):
+    """The class of the models. Which columns, and so which attributes, a model has, its table says."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A column."""
+
+
+class Base(DeclarativeBase, metaclass=_Columns):
     """Base class of the models."""
 
     metadata = MetaData(naming_convention=NAMING)
-    type_annotation_map = {  # noqa: RUF012
-        dict[str, Any]: JSON,
-        list[Any]: JSON,
+
+    if TYPE_CHECKING:
+        __table__: ClassVar[Table]
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of a column."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Change the value of a column."""
+
+
+def _table(name: str, *more: Any, keys: Collection[str] = ("id",)) -> Table:
+    """A table with the columns of :data:`tiledsched.store.rows.TABLES`, with constraints and indices, and its primary key."""
+    columns = (_column(name, column, kind, column in keys) for column, kind in TABLES[name].items())
+    return Table(name, Base.metadata, *columns, *more)
+
+
+def _column(table: str, name: str, kind: Any, is_key: bool) -> Column[Any]:
+    own, plain, optional = types_of(kind)
+    if name in REFERENCES:
+        return Column(name, ForeignKey(REFERENCES[name]), nullable=optional)
+    length = LENGTHS.get(f"{table}.{name}", LENGTHS.get(name))
+    text = String(length) if length else Text()
+    types: dict[Any, Any] = {
+        int: Integer(),
         float: Float(),
-        datetime: UtcDateTime,
-        **{kind: Record(kind, column) for kind, column in RECORDS.items()},
+        str: text,
+        FailureKind: text,
+        datetime: UtcDateTime(),
+        **dict.fromkeys((dict, list), JSON(none_as_null=True)),
     }
-
-
-class Numbered:
-    """Rows that have a number in their database."""
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-
-
-class OfProgram(Numbered):
-    """Rows about one schedule of a kernel on an arch."""
-
-    kernel: Mapped[str] = mapped_column(String(200))
-    arch: Mapped[str] = mapped_column(String(16))
-    schedule_id: Mapped[str] = mapped_column(ForeignKey("schedules.id"))
-
-
-class TimeColumns(Numbered):
-    """Rows that hold a timing of machine code."""
-
-    fingerprint: Mapped[str] = mapped_column(String(64))
-    median_us: Mapped[float]
-    ci_low_us: Mapped[float]
-    ci_high_us: Mapped[float]
+    return Column(name, types.get(plain) or Record(own, name), primary_key=is_key, nullable=optional)
 
 
 class DeviceRow(Base):
     """A GPU with its driver. The same GPU under another driver is another row."""
 
-    __tablename__ = "devices"
-
-    id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    name: Mapped[str] = mapped_column(String(128), index=True)
-    arch: Mapped[str] = mapped_column(String(16))
-    device: Mapped[Device]
+    __table__ = _table("devices", Index(None, "name"))
 
 
 class ToolchainRow(Base):
     """The versions of the compiler's parts."""
 
-    __tablename__ = "toolchains"
-
-    id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    cuda_tile: Mapped[str] = mapped_column(String(64))
-    tileiras: Mapped[str] = mapped_column(String(64))
-    ptxas: Mapped[str] = mapped_column(String(64))
-    nvvm: Mapped[str] = mapped_column(String(64))
+    __table__ = _table("toolchains")
 
 
 class ProblemRow(Base):
     """A problem: its kernel, and a value for each of the kernel's fields. Views have the fields as columns."""
 
-    __tablename__ = "problems"
-
-    id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    kernel: Mapped[str] = mapped_column(String(200), index=True)
-    dims: Mapped[dict[str, Any]]
+    __table__ = _table("problems", Index(None, "kernel"))
 
 
 class ViewRow(Base):
     """The SQL view of one kernel's entries, which :mod:`tiledsched.store.views` makes."""
 
-    __tablename__ = "kernel_views"
-
-    name: Mapped[str] = mapped_column(String(63), primary_key=True)
-    kernel: Mapped[str] = mapped_column(String(200), unique=True)
-    definition: Mapped[str] = mapped_column(Text)
+    __table__ = _table("kernel_views", UniqueConstraint("kernel"), keys=("name",))
 
 
 class ScheduleRow(Base):
     """A schedule. Its knobs are JSON, because kernels have different ones."""
 
-    __tablename__ = "schedules"
-
-    id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    knobs: Mapped[Schedule]
+    __table__ = _table("schedules")
 
 
 class ArtifactRow(Base):
     """Machine code. `facts` is null where only the fingerprint is known (imported evidence)."""
 
-    __tablename__ = "artifacts"
-
-    arch: Mapped[str] = mapped_column(String(16), primary_key=True)
-    fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
-    facts: Mapped[ResourceFacts | None]
-    cubin_bytes: Mapped[int]
+    __table__ = _table("artifacts", keys=("arch", "fingerprint"))
 
 
-class BuildRow(OfProgram, Base):
+class BuildRow(Base):
     """One compile, with the artifact's fingerprint, or the kind and message of the failure."""
 
-    __tablename__ = "builds"
-    __table_args__ = (
+    __table__ = _table(
+        "builds",
         UniqueConstraint(
             "kernel", "source_hash", "toolchain_id", "arch", "schedule_id", "problem_class_id", name="uq_builds_key"
         ),
@@ -234,71 +239,29 @@ class BuildRow(OfProgram, Base):
         CheckConstraint("(fingerprint IS NULL) <> (failure_kind IS NULL)", name="outcome"),
     )
 
-    source_hash: Mapped[str] = mapped_column(String(64))
-    toolchain_id: Mapped[str] = mapped_column(ForeignKey("toolchains.id"))
-    problem_class_id: Mapped[str] = mapped_column(String(12))
-    problem_class: Mapped[ProblemClass]
-    fingerprint: Mapped[str | None] = mapped_column(String(64))
-    failure_kind: Mapped[str | None] = mapped_column(String(32))
-    failure_message: Mapped[str | None] = mapped_column(Text)
-    seconds: Mapped[float]
-    created_at: Mapped[datetime]
 
-
-class RunRow(Numbered, Base):
+class RunRow(Base):
     """One run of `tune`."""
 
-    __tablename__ = "runs"
-
-    status: Mapped[str] = mapped_column(String(16), index=True)
-    command: Mapped[dict[str, Any]]
-    arch: Mapped[str] = mapped_column(String(16))
-    hostname: Mapped[str] = mapped_column(String(255))
-    pid: Mapped[int]
-    host: Mapped[dict[str, Any]]
-    started_at: Mapped[datetime]
-    finished_at: Mapped[datetime | None]
+    __table__ = _table("runs", Index(None, "status"))
 
 
-class MeasurementRow(OfProgram, TimeColumns, Base):
+class MeasurementRow(Base):
     """A measurement: samples, estimate and conditions. `uid` is the same in every database."""
 
-    __tablename__ = "measurements"
-    __table_args__ = (
+    __table__ = _table(
+        "measurements",
+        UniqueConstraint("uid"),
         ForeignKeyConstraint(["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"]),
         Index(None, "problem_id", "device_id", "regime"),
         Index(None, "arch", "fingerprint"),
     )
 
-    uid: Mapped[str] = mapped_column(String(24), unique=True)
-    run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
-    source_hash: Mapped[str] = mapped_column(String(64))
-    toolchain_id: Mapped[str] = mapped_column(ForeignKey("toolchains.id"))
-    problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
-    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
-    regime: Mapped[str] = mapped_column(String(16))
-    runner: Mapped[str] = mapped_column(String(16))
-    samples_us: Mapped[tuple[float, ...]]
-    sample_count: Mapped[int]
-    accuracy: Mapped[Accuracy | None]
-    conditions: Mapped[Conditions]
-    created_at: Mapped[datetime]
 
-
-class FailureRow(OfProgram, Base):
+class FailureRow(Base):
     """A candidate that gave no usable measurement."""
 
-    __tablename__ = "failures"
-    __table_args__ = (Index(None, "arch"),)
-
-    run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
-    stage: Mapped[str] = mapped_column(String(16))
-    problem_id: Mapped[str | None] = mapped_column(ForeignKey("problems.id"), index=True)
-    fingerprint: Mapped[str | None] = mapped_column(String(64))
-    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
-    kind: Mapped[str] = mapped_column(String(32))
-    message: Mapped[str] = mapped_column(Text)
-    created_at: Mapped[datetime]
+    __table__ = _table("failures", Index(None, "arch"), Index(None, "problem_id"))
 
 
 def of_name(kernel: str) -> ColumnElement[bool]:
@@ -306,122 +269,48 @@ def of_name(kernel: str) -> ColumnElement[bool]:
     return or_(EntryRow.kernel == kernel, EntryRow.kernel.startswith(f"{kernel}{NAMESAKE}", autoescape=True))
 
 
-class EntryRow(OfProgram, Base):
+class EntryRow(Base):
     """An entry: what is served for one kernel, arch, problem, device, regime, accumulator mode and compiler."""
 
-    __tablename__ = "entries"
-    __table_args__ = (
+    __table__ = _table(
+        "entries",
         UniqueConstraint(
             "kernel", "arch", "problem_id", "device_name", "regime", "accum_mode", "compiler", name="uq_entries_key"
         ),
         ForeignKeyConstraint(["arch", "fingerprint"], ["artifacts.arch", "artifacts.fingerprint"]),
     )
 
-    problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
-    device_name: Mapped[str] = mapped_column(String(128))
-    regime: Mapped[str] = mapped_column(String(16))
-    accum_mode: Mapped[str] = mapped_column(String(16))
-    compiler: Mapped[str] = mapped_column(String(64))
-    provenance: Mapped[str] = mapped_column(String(16))
-    fingerprint: Mapped[str | None] = mapped_column(String(64))
-    measurement_id: Mapped[int | None] = mapped_column(ForeignKey("measurements.id"))
-    model_us: Mapped[float | None]
-    runner_up_id: Mapped[str | None] = mapped_column(ForeignKey("schedules.id"))
-    margin: Mapped[float | None]
-    ties: Mapped[list[Any]]
-    rivals: Mapped[tuple[RivalTime, ...] | None]
-    candidates: Mapped[int]
-    source: Mapped[str] = mapped_column(Text)
-    toolchain_id: Mapped[str | None] = mapped_column(ForeignKey("toolchains.id"))
-    source_hash: Mapped[str] = mapped_column(String(64))
-    run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id"))
-    updated_at: Mapped[datetime]
-
 
 class CampaignRow(Base):
     """Problems that many GPUs work on, and how. `job` names the function, and `kernel` the kernel's declaration."""
 
-    __tablename__ = "fleet_campaigns"
-
-    id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    job: Mapped[str] = mapped_column(String(200))
-    kernel: Mapped[str] = mapped_column(String(400))
-    options: Mapped[dict[str, Any]]
-    compiler: Mapped[str] = mapped_column(String(64))
-    source_hash: Mapped[str] = mapped_column(String(64))
-    lease_s: Mapped[float]
-    deadline_s: Mapped[float]
-    most_attempts: Mapped[int]
-    status: Mapped[str] = mapped_column(String(16))
-    created_at: Mapped[datetime]
-    ends_at: Mapped[datetime | None]
-    finished_at: Mapped[datetime | None]
+    __table__ = _table("fleet_campaigns")
 
 
 class WorkerRow(Base):
     """A process that works with one GPU of a fleet: its state, and when it was last heard of."""
 
-    __tablename__ = "fleet_workers"
-
-    id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    campaign_id: Mapped[str] = mapped_column(ForeignKey("fleet_campaigns.id"), index=True)
-    hostname: Mapped[str] = mapped_column(String(255))
-    pid: Mapped[int]
-    gpu: Mapped[str] = mapped_column(String(64))
-    device_name: Mapped[str] = mapped_column(String(128))
-    arch: Mapped[str] = mapped_column(String(16))
-    state: Mapped[str] = mapped_column(String(16))
-    note: Mapped[str] = mapped_column(Text)
-    conditions: Mapped[dict[str, Any]]
-    started_at: Mapped[datetime]
-    seen_at: Mapped[datetime]
+    __table__ = _table("fleet_workers", Index(None, "campaign_id"))
 
 
-class LeaseRow(Numbered, Base):
+class LeaseRow(Base):
     """One problem of a campaign: waiting, leased to a worker until a time, done or failed."""
 
-    __tablename__ = "fleet_leases"
-    __table_args__ = (
+    __table__ = _table(
+        "fleet_leases",
         UniqueConstraint("campaign_id", "arch", "problem_id", name="uq_fleet_leases_key"),
         Index("ix_fleet_leases_next", "campaign_id", "state", "arch", "attempts", "number"),
+        Index(None, "worker_id"),
     )
 
-    campaign_id: Mapped[str] = mapped_column(ForeignKey("fleet_campaigns.id"))
-    number: Mapped[int]
-    arch: Mapped[str] = mapped_column(String(16))
-    problem_id: Mapped[str] = mapped_column(ForeignKey("problems.id"))
-    state: Mapped[str] = mapped_column(String(16))
-    attempts: Mapped[int]
-    worker_id: Mapped[str | None] = mapped_column(ForeignKey("fleet_workers.id"), index=True)
-    until: Mapped[datetime | None]
-    result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    message: Mapped[str] = mapped_column(Text)
-    done_at: Mapped[datetime | None]
 
-
-class AttemptRow(Numbered, Base):
+class AttemptRow(Base):
     """One worker's attempt at one problem, and how it ended. A result that came too late is stored as well."""
 
-    __tablename__ = "fleet_attempts"
-
-    lease_id: Mapped[int] = mapped_column(ForeignKey("fleet_leases.id"), index=True)
-    number: Mapped[int]
-    worker_id: Mapped[str] = mapped_column(ForeignKey("fleet_workers.id"), index=True)
-    started_at: Mapped[datetime]
-    ended_at: Mapped[datetime | None]
-    outcome: Mapped[str] = mapped_column(String(16))
-    message: Mapped[str] = mapped_column(Text)
-    result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    __table__ = _table("fleet_attempts", Index(None, "lease_id"), Index(None, "worker_id"))
 
 
-class ControlRow(TimeColumns, Base):
+class ControlRow(Base):
     """A timing of a campaign's control program on one GPU."""
 
-    __tablename__ = "fleet_controls"
-
-    campaign_id: Mapped[str] = mapped_column(ForeignKey("fleet_campaigns.id"), index=True)
-    worker_id: Mapped[str] = mapped_column(ForeignKey("fleet_workers.id"))
-    gpu: Mapped[str] = mapped_column(String(64))
-    arch: Mapped[str] = mapped_column(String(16))
-    conditions: Mapped[dict[str, Any]]
-    taken_at: Mapped[datetime]
+    __table__ = _table("fleet_controls", Index(None, "campaign_id"))

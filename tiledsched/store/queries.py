@@ -14,6 +14,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from tiledsched.core.errors import ConfigError
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
@@ -128,9 +129,7 @@ def compare_regimes(latest: Iterable[StoredMeasurement]) -> list[RegimeCompariso
     `latest` are measurements, newest first: of a program measured several times the first counts. Programs are told apart
     by machine code and grid, so that it does not matter which of their equivalent schedules was measured.
     """
-    alike: dict[tuple[str, Problem, str], list[StoredMeasurement]] = defaultdict(list)
-    for stored in latest:
-        alike[stored.kernel, stored.measurement.problem, stored.measurement.device.name].append(stored)
+    alike = grouped(((one.kernel, one.measurement.problem, one.measurement.device.name), one) for one in latest)
     taken: dict[tuple[str, Problem, str, str], dict[str, dict[ProgramKey, Measurement]]] = {}
     for place, members in alike.items():
         _, problem, _ = place
@@ -352,13 +351,11 @@ def _loss(served: Measurement, best: Measurement) -> tuple[float, bool]:
 
 def _by_class(builds: Iterable[BuildRecord]) -> dict[str, list[BuildRecord]]:
     """Builds that succeeded, by what they were built for: class, arch, kernel source and toolchain."""
-    classes: dict[str, list[BuildRecord]] = defaultdict(list)
-    for record in builds:
-        if record.failure is not None:
-            continue
-        key = (record.kernel, record.source_hash, record.toolchain.id, record.arch, record.problem_class.id)
-        classes["/".join(key)].append(record)
-    return classes
+    return grouped(
+        ("/".join((one.kernel, one.source_hash, one.toolchain.id, one.arch, one.problem_class.id)), one)
+        for one in builds
+        if one.failure is None
+    )
 
 
 def _pairs(count: int) -> int:

@@ -20,8 +20,8 @@ from tiledsched.measure.runner import Conditions, Device
 from tiledsched.store.codec import REMEMBERED
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import Base, DeviceRow, MeasurementRow, ProblemRow, UtcDateTime
-from tiledsched.store.records import StoredMeasurement, Toolchain
-from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, Made, RowReader, read_json, row_type
+from tiledsched.store.records import Made, StoredMeasurement, Toolchain
+from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, read_json, row_type
 
 _conditions = cast(MeasurementRow.conditions, Text)
 UNDISTURBED = _conditions.not_like('%"beside": [%') & _conditions.not_like('%"beside":[%')
@@ -47,7 +47,7 @@ def ids_of(rows: RowReader, session: Session, problem: Problem) -> list[str]:
 
 def columns_of(model: type[Base], *left_out: str) -> list[ColumnElement[Any]]:
     """The columns of a table as :class:`RowReader` takes them: plain values of the driver, and text for JSON."""
-    kind, of_json, _ = row_type(model.__tablename__, *left_out)
+    kind, of_json, _ = row_type(model.__table__.name, *left_out)
     found = []
     for name in kind._fields:
         column = model.__table__.columns[name]

@@ -56,15 +56,15 @@ class ArtifactRecord:
     arch: str
     """Target, e.g. sm_121."""
     fingerprint: str
-    """Fingerprint of the machine code."""
+    """Fingerprint of the machine code; of a build, empty where it failed."""
     facts: ResourceFacts | None
-    """Resources that the machine code takes; None where only the fingerprint is known (imported evidence)."""
+    """Resources that the machine code takes; None where only the fingerprint is known (imported evidence), or a build failed."""
     cubin_bytes: int
-    """Size of the stripped cubin; 0 where unknown."""
+    """Size of the stripped cubin; 0 where unknown, or where a build failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildRecord:
+class BuildRecord(ArtifactRecord):
     """The outcome of compiling one schedule for one arch and problem class with one toolchain."""
 
     kernel: str
@@ -73,18 +73,10 @@ class BuildRecord:
     """Hash of the kernel's source. A build with the same source and toolchain need not be done again."""
     toolchain: Toolchain
     """The compiler."""
-    arch: str
-    """Target, e.g. sm_121."""
     schedule: Schedule
     """The schedule that was compiled."""
     problem_class: ProblemClass
     """The problems that the machine code serves."""
-    fingerprint: str
-    """Fingerprint of the machine code; empty where the build failed."""
-    facts: ResourceFacts | None
-    """Resources that the machine code takes; None where the build failed."""
-    cubin_bytes: int
-    """Size of the stripped cubin; 0 where the build failed."""
     failure: Failure | None
     """Why the build failed; None where it succeeded."""
     seconds: float
@@ -127,9 +119,7 @@ class BuildRecord:
     @property
     def artifact(self) -> ArtifactRecord:
         """The record of the machine code of a build that succeeded."""
-        return ArtifactRecord(
-            arch=self.arch, fingerprint=self.fingerprint, facts=self.facts, cubin_bytes=self.cubin_bytes
-        )
+        return record_of(ArtifactRecord, self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 
@@ -30,12 +30,12 @@ from tiledsched.store.records import (
     BuildRecord,
     Entry,
     FailureRecord,
+    Made,
     MeasurementSummary,
     StoredMeasurement,
     record_of,
 )
 
-Made = TypeVar("Made")
 Run = Callable[[str, Mapping[str, Any]], Iterable[Sequence[Any]]]
 """Runs a query with named values."""
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -225,6 +225,12 @@ class RowType(NamedTuple):
     """Places of texts, and what they must match."""
 
 
+def types_of(kind: Any) -> tuple[Any, Any, bool]:
+    """The type of a column's values that are there, the class of these, and whether values may be missing."""
+    arms = get_args(kind) if NoneType in get_args(kind) else (kind,)
+    return arms[0], getattr(arms[0], "__origin__", arms[0]), NoneType in arms
+
+
 @functools.cache
 def row_type(table: str, *left_out: str) -> RowType:
     """How the rows of a table are read without some of its columns."""
@@ -233,10 +239,10 @@ def row_type(table: str, *left_out: str) -> RowType:
     for name, kind in TABLES[table].items():
         if name in left_out:
             continue
-        arms = get_args(kind) if NoneType in get_args(kind) else (kind,)
-        if getattr(arms[0], "__origin__", arms[0]) not in PLAIN:
-            of_json[name] = arms[0]
-            kind = str | None if NoneType in arms else str
+        own, plain, optional = types_of(kind)
+        if plain not in PLAIN:
+            of_json[name] = own
+            kind = str | None if optional else str
         if name in PATTERNS and table in RECORDS and name != "kernel":  # a folder may be named as files may not
             patterns.append((len(fields), PATTERNS[name][0]))
         fields.append((name, kind))

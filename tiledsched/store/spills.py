@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import Failure, FailureKind
+from tiledsched.core.groups import nested
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import ResourceFacts, spilled
 from tiledsched.core.schedule import Schedule
@@ -61,11 +62,12 @@ def shipped_spills(kernel: str, arch: str, compiler: str) -> Spills:
 
 def joined(*of: Spills) -> Spills:
     """What several sources know together; of a program that two know the last one counts."""
-    found: dict[str, dict[str, int]] = {}
-    for each in of:
-        for schedule, classes in each.items():
-            found.setdefault(schedule, {}).update(classes)
-    return found
+    return nested(
+        (schedule, problem_class, size)
+        for each in of
+        for schedule, classes in each.items()
+        for problem_class, size in classes.items()
+    )
 
 
 def stored(rows: RowReader, compiler: str, of: Mapping[str, str], schedules: Iterable[str] | None = None) -> Spills:
@@ -86,9 +88,8 @@ def stored(rows: RowReader, compiler: str, of: Mapping[str, str], schedules: Ite
     lost = f"({failed} OR CAST(a.facts AS TEXT) NOT LIKE :whole)"  # the first look; the facts themselves decide
     some = [] if schedules is None else [f"r.schedule_id IN ({quoted(schedules)})"]
     rest = f"{tables} {where(of, 't.tileiras = :compiler', lost, *some)} ORDER BY r.created_at, r.id"
-    found: dict[str, dict[str, int]] = {}
-    for build in rows.builds({**of, "compiler": compiler, "whole": '%"spill_bytes": 0,%'}, rest):
-        outcome = build.failure or build.facts
-        if outcome and (size := lost_bytes(outcome)):
-            found.setdefault(build.schedule.id, {})[build.problem_class.id] = size
-    return found
+    return nested(
+        (build.schedule.id, build.problem_class.id, size)
+        for build in rows.builds({**of, "compiler": compiler, "whole": '%"spill_bytes": 0,%'}, rest)
+        if (outcome := build.failure or build.facts) and (size := lost_bytes(outcome))
+    )

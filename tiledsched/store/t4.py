@@ -17,6 +17,7 @@ from typing import Any
 from tiledsched import __version__
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
 from tiledsched.core.files import write_whole
+from tiledsched.core.groups import firsts, values_by_name
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.sources import source_part
@@ -72,12 +73,8 @@ class Recorded:
     @property
     def knobs(self) -> dict[str, list[KnobValue]]:
         """The sorted values of each knob. A schedule of an older space may lack some knobs."""
-        seen: dict[str, dict[tuple[str, KnobValue], KnobValue]] = {}
         schedules = [one.measurement.schedule for one in self.measurements] + [each for each, _ in self.failures]
-        for schedule in schedules:
-            for knob, value in schedule.items():
-                seen.setdefault(knob, {})[type(value).__name__, value] = value
-        return {knob: [values[key] for key in sorted(values)] for knob, values in sorted(seen.items())}
+        return values_by_name(schedules)
 
 
 def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> Recorded:
@@ -92,9 +89,7 @@ def recorded(db: TuningDB, problem: Problem, device_name: str, regime: str) -> R
             f"nothing is measured of {problem} on {device_name} in the {regime} regime; run: tiledsched record"
         )
     last = everything[0]
-    by_schedule: dict[Schedule, StoredMeasurement] = {}
-    for stored in everything:  # newest first
-        by_schedule.setdefault(stored.measurement.schedule, stored)
+    by_schedule = firsts((stored.measurement.schedule, stored) for stored in everything)  # newest first
     device = last.measurement.device
     builds = [
         build

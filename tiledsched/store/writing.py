@@ -119,7 +119,7 @@ class Parents:
 
     def insert(self, session: Session) -> None:
         """Insert the rows that are missing, of those that were added since the last time."""
-        for model in sorted(self._rows, key=lambda each: each.__tablename__):
+        for model in sorted(self._rows, key=lambda each: each.__table__.name):
             # Every writer inserts in this order, so that no two wait for each other.
             insert_missing(session, model, [row for _, row in sorted(self._rows[model].items())])
         self._rows.clear()

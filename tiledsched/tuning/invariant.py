@@ -18,6 +18,7 @@ from statistics import geometric_mean
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.errors import Failure, FailureKind, MeasureError
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import batch_distance
@@ -111,9 +112,8 @@ class InvariantTune:
         for row in itertools.zip_longest(*([(each, p) for each in listed] for p, listed in tried.items())):
             for each, p in filter(None, row if len(likely) < MOST_ORDERS else ()):
                 likely.setdefault(self.kernel.reduction_order(p, each), each)
-        proven: dict[Problem, list[Problem]] = defaultdict(list)
-        for each in dict.fromkeys(itertools.chain(*self.probes.values())):
-            proven[self.largest(each)].append(each)
+        probes = dict.fromkeys(itertools.chain(*self.probes.values()))
+        proven = grouped((self.largest(each), each) for each in probes)
         self.compiled += self.builder.build_for_each(itertools.product(likely.values(), proven))
         for order, schedule in likely.items():
             seen = [(self.digests(schedule, most, sizes), sizes) for most, sizes in proven.items()]

@@ -19,6 +19,7 @@ from typing import Any
 from tiledsched.core.config import Settings
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import NoValidScheduleError
+from tiledsched.core.groups import firsts
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace, accuracy_class
@@ -387,10 +388,8 @@ class _Recording:
 
     def taken(self, regime: str) -> dict[Key, Measurement]:
         """The newest measurement of each program on this device."""
-        found: dict[Key, Measurement] = {}
-        for stored in self.builder.db.measurements(self.problem, self.space.arch, self.device.name, regime):
-            found.setdefault(self.key(stored.measurement, stored.measurement.device), stored.measurement)
-        return found
+        stored = self.builder.db.measurements(self.problem, self.space.arch, self.device.name, regime)
+        return firsts((self.key(each.measurement, each.measurement.device), each.measurement) for each in stored)
 
     def write(self, folder: Path) -> list[LandscapeFile]:
         """One file for each regime with measurements, burst first."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core import data_files
 from tiledsched.core.config import INVARIANT
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import Cases, problems_of
 from tiledsched.core.schedule import Schedule
@@ -249,9 +249,7 @@ class Refresh:
         self, entries: Sequence[Entry], tune: Callable[[Sequence[Problem], TuneOptions], TuneReport]
     ) -> dict[Place, Entry]:
         """Tune the problems of entries again, those of each regime and accuracy class together; what is served now."""
-        groups: dict[tuple[str, str], list[Problem]] = defaultdict(list)
-        for entry in entries:
-            groups[entry.regime, entry.accum_mode].append(entry.problem)
+        groups = grouped(((entry.regime, entry.accum_mode), entry.problem) for entry in entries)
         raced: dict[Place, Entry] = {}
         for (regime, accum_mode), problems in groups.items():
             chosen = TuneOptions(

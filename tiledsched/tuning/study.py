@@ -31,7 +31,7 @@ from tiledsched.tuning.builder import Builder, Key, Program
 from tiledsched.tuning.inert import InertChanges
 from tiledsched.tuning.race import Outcome
 from tiledsched.tuning.samplers import IN_ORDER, NUMBERS_ONLY, OURS, SAMPLERS, make_sampler
-from tiledsched.tuning.surrogate import Known, SurrogateSampler
+from tiledsched.tuning.surrogate import OTHER_WEIGHT, Known, SurrogateSampler
 
 Estimate = Callable[[Schedule, "ResourceFacts | None"], float]
 """Modelled microseconds of a schedule; the facts are None before it is built."""
@@ -422,9 +422,8 @@ class OnlyValid(BaseSampler):
 HINT_WEIGHTS: Mapping[str, float] = {"num_ctas": 5.0, "num_worker_warps": 1.0, "occupancy": 0.4}
 """Weights of hints: the similarity of two schedules that differ in a hint is multiplied by exp(-weight)."""
 SIZE_WEIGHT = 0.5
-"""Weight of a knob whose choices are powers of two, as tile sizes are, for each doubling."""
-OTHER_WEIGHT = 0.1
-"""Weight of every other knob. Weights that a kernel declares replace all of these."""
+"""Weight of a knob whose choices are powers of two, as tile sizes are, for each doubling; every other knob has `OTHER_WEIGHT`.
+Weights that a kernel declares replace all of these."""
 
 
 def knob_weights(space: SearchSpace) -> dict[str, float]:

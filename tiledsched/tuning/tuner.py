@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
@@ -100,9 +101,7 @@ class Tuner(TuneContext):
             )
         if not self.effort.finalists:
             raise ConfigError("an effort of `served` proves no order; leave out --numerics invariant")
-        families: dict[Problem, list[Problem]] = {}
-        for each in problems:
-            families.setdefault(each.declaration.representative(each), []).append(each)
+        families = grouped((each.declaration.representative(each), each) for each in problems)
         ends = deadlines(self.options.budget_s, len(families))
         return [
             result

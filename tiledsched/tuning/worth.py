@@ -10,6 +10,7 @@ from typing import Any
 
 from tiledsched.core.device import ARCHS, arch_spec
 from tiledsched.core.errors import CompilerError, ConfigError, TiledschedError
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.rivals.offers import pays
 from tiledsched.rivals.races import can_race
@@ -280,7 +281,5 @@ def _worth(group: Iterable[SeenWorth]) -> float:
 
 def _groups(ranked: Iterable[SeenWorth]) -> list[list[SeenWorth]]:
     """The problems of each kernel, the kernel with the most to win first."""
-    groups: dict[KernelClass, list[SeenWorth]] = {}
-    for each in ranked:
-        groups.setdefault(each.seen.problem.declaration, []).append(each)
+    groups = grouped((each.seen.problem.declaration, each) for each in ranked)
     return sorted(groups.values(), key=_worth, reverse=True)

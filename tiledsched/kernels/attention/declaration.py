@@ -18,7 +18,14 @@ from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost
-from tiledsched.kernels.attention.options import ARRAYS, EIGHT_BITS, FIELDS, KV8_SCALES, SIZES, feature_constants
+from tiledsched.kernels.attention.options import (
+    ARRAYS,
+    EIGHT_BITS,
+    FIELDS,
+    KV8_SCALES,
+    AttentionFields,
+    feature_constants,
+)
 from tiledsched.kernels.attention.scales import scales
 from tiledsched.kernels.attention.similarity import AttentionSimilarity, copies_rows
 from tiledsched.kernels.attention.suites import STANDARD, SUITES
@@ -73,7 +80,7 @@ BEYOND_FP16_SUMS = ("large", "cancelling")
 """Kinds of inputs for which the outputs of float16 accumulators, and of sums of 14 bits, are not judged."""
 
 
-class Attention(Kernel):
+class Attention(AttentionFields, Kernel):
     """Scaled dot-product attention of Q `[batch, heads, seq_q, head_dim]` with K, V `[batch, kv_heads, seq_k, ...]`.
 
     Causal means query row i sees key columns 0..i (aligned at the top left, as PyTorch's `is_causal`), or, aligned at the
@@ -94,7 +101,6 @@ class Attention(Kernel):
     """
 
     name = "attention"
-    locals().update(SIZES)
     lse = ts.flag(omit_default=True)
     locals().update(FIELDS)
     derived = problem.DERIVED
@@ -116,8 +122,6 @@ class Attention(Kernel):
     scale_log2 = ts.scalar(lambda p: scales(p)[0], dtype="float32")
     cap_scale = ts.scalar(lambda p: scales(p)[1], dtype="float32")
 
-    label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
-    written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
     axes = ("seq_k", "head_dim", "causal", "dtype")
     batch_dims = ("batch", "seq_q", "seq_k")
     reduction_order = staticmethod(reduction_order)
@@ -155,8 +159,6 @@ class Attention(Kernel):
         "tma_loads": 5.0,
     }
 
-    planning_rivals = ("torch_cudnn",)
-    compiled_rivals = ("flash_attention_4",)
     cost = AttentionCost()
     similarity = AttentionSimilarity()
     canonical = staticmethod(problem.canonical)

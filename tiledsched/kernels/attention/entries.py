@@ -60,7 +60,16 @@ def attention_combine(
 ):
     """Out and Lse from the shares of `attention_share`; see :func:`tiledsched.kernels.attention.split.combine_shares`."""
     const = Combining(
-        COMBINE_ROWS, TILE_ROWS, TILE_HEADS, Q_SUBTILES, KV_SPLITS, KV_SPAN, TILE_V, REST_V, IEEE_DIVISION, BOTTOM_RIGHT
+        TILE_M=COMBINE_ROWS,
+        TILE_ROWS=TILE_ROWS,
+        TILE_HEADS=TILE_HEADS,
+        Q_SUBTILES=Q_SUBTILES,
+        KV_SPLITS=KV_SPLITS,
+        KV_SPAN=KV_SPAN,
+        TILE_V=TILE_V,
+        REST_V=REST_V,
+        IEEE_DIVISION=IEEE_DIVISION,
+        BOTTOM_RIGHT=BOTTOM_RIGHT,
     )
     combine_shares(Out, Lse, Shares, State, None, const)
 
@@ -90,22 +99,22 @@ def attention_features_combine(
 ):
     """Out and Lse from the shares of `attention_features_share` or `attention_varlen_share`."""
     const = Combining(
-        COMBINE_ROWS,
-        TILE_ROWS,
-        TILE_HEADS,
-        Q_SUBTILES,
-        KV_SPLITS,
-        KV_SPAN,
-        TILE_V,
-        REST_V,
-        IEEE_DIVISION,
-        BOTTOM_RIGHT,
-        WINDOW,
-        SINKS,
-        STARTS,
-        LENGTHS,
-        SCORE_MOD,
-        MASK_MOD,
+        TILE_M=COMBINE_ROWS,
+        TILE_ROWS=TILE_ROWS,
+        TILE_HEADS=TILE_HEADS,
+        Q_SUBTILES=Q_SUBTILES,
+        KV_SPLITS=KV_SPLITS,
+        KV_SPAN=KV_SPAN,
+        TILE_V=TILE_V,
+        REST_V=REST_V,
+        IEEE_DIVISION=IEEE_DIVISION,
+        BOTTOM_RIGHT=BOTTOM_RIGHT,
+        WINDOW=WINDOW,
+        SINKS=SINKS,
+        STARTS=STARTS,
+        LENGTHS=LENGTHS,
+        SCORE_MOD=SCORE_MOD,
+        MASK_MOD=MASK_MOD,
     )
     combine_shares(Out, Lse, Shares, State, Features(Sinks, None, None, 0, 0, 0.0), const)
 

@@ -6,7 +6,7 @@ cuTile (1.7) takes no dataclass as a kernel's parameter, so that each constant i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 
 from tiledsched.kernels.attention.options import ARRAYS, PADDED_ARRAYS, VARIANT_ARRAYS, VARLEN_ARRAYS
 from tiledsched.kernels.attention.tiles import Constants
@@ -23,6 +23,8 @@ ANNOTATIONS = {
     "Counters": "CounterArray",
 }
 """Array -> its annotation; all others are plain arrays."""
+FEATURES = ("WINDOW", "WINDOW_RIGHT", "SOFTCAP", "SINKS", "STARTS", "LENGTHS", "NUMBERS")
+"""Constants of kernels with optional features."""
 VARLEN = ("PACKED", "PAGE", "PAGE_BY_PAGE")
 """Constants of packed sequences and of keys in pages."""
 MODS = ("SCORE_MOD", "MASK_MOD", "WEIGHT_MOD", "BLOCK_ROWS", "BLOCK_KEYS")
@@ -118,7 +120,7 @@ def _source(
         each
         for each in fields(Constants)
         if (each.name == SPAN and ending == "_share")
-        or (each.name != SPAN and kind in kinds_of.get(each.name, (kind,)) and (optional or each.default is MISSING))
+        or (each.name != SPAN and kind in kinds_of.get(each.name, (kind,)) and (optional or each.name not in FEATURES))
     ]
     parameters = [f"{each}: {ANNOTATIONS.get(each, 'ct.Array')}" for each in arrays] + numbers
     parameters += [f"{each.name}: {str(each.type).capitalize()}" for each in constants]

@@ -269,7 +269,7 @@ def _falling(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
     _ramp(xp, q, k, signs[0], xp.linspace(RISE, 0.0, k.shape[0], dtype=numpy.float32))
 
 
-def _peaked(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+def peaked(xp: Any, q: Any, *others: Any) -> None:
     """Scores of standard deviation 8: one key or a few decide each row, others for each row."""
     q *= PEAKED_QUERIES
 
@@ -302,7 +302,7 @@ def _cancelling(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
     q[:, quarter:-quarter] *= 2.0**0.5  # half the columns are left to make scores of standard deviation 1
 
 
-def _uniform(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+def uniform(xp: Any, q: Any, *others: Any) -> None:
     """Queries are zero, so that every key that is seen counts the same."""
     q[...] = 0.0
 
@@ -322,8 +322,8 @@ _SHAPE = {
     "negative": _negative,
     "rising": _rising,
     "falling": _falling,
-    "peaked": _peaked,
+    "peaked": peaked,
     "large": _large,
     "cancelling": _cancelling,
-    "uniform": _uniform,
+    "uniform": uniform,
 }

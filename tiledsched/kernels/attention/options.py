@@ -7,7 +7,8 @@ constants of the kernels, the parameters of their entries (:mod:`entries_source`
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import tiledsched.core.fields as ts
 from tiledsched.core.problem import Problem
@@ -33,6 +34,27 @@ SIZES = {
     "value_dim": ts.dim(0, constant=True, least=0, most=MAX_HEAD_DIM, omit_default=True),
 }
 """The fields of every problem of attention and of its gradients: sizes, element type and the causal mask."""
+
+
+class AttentionFields:
+    """What the declarations of attention and of its gradients share; each is a :class:`Kernel`, too."""
+
+    locals().update(SIZES)
+
+    label: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
+        "S": ("seq_q", "seq_k"),
+        "D": "head_dim",
+        "B": "batch",
+        "H": ("heads", "kv_heads"),
+    }
+    written: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
+        "Sq": "seq_q",
+        "Sk": "seq_k",
+        "right": "window_right",
+        "D": ("head_dim", "value_dim"),
+    }
+    planning_rivals: ClassVar[tuple[str, ...]] = ("torch_cudnn",)
+    compiled_rivals: ClassVar[tuple[str, ...]] = ("flash_attention_4",)
 
 
 class FeatureArguments(NamedTuple):

@@ -27,6 +27,7 @@ from tiledsched.kernels.attention.packed import is_filled, own_work
 from tiledsched.kernels.attention.scheduler import coordinates, pack_count, work_tiles_per_head
 from tiledsched.kernels.attention.tiles import (
     Chain,
+    Constants,
     WorkTile,
     block_shape,
     epilogue,
@@ -160,37 +161,14 @@ def compute_share(Q, K, V, Shares, State, scale_log2, features, const):
 
 
 @dataclass(frozen=True)
-class Combining:
-    """The compile-time constants of `combine_shares`, among them those that `tiles.epilogue` reads."""
+class Combining(Constants):
+    """The compile-time constants of `combine_shares`, among them those that `tiles.epilogue` reads. TILE_M are the query rows of
+    a block, all of one head; Q_SUBTILES and KV_SPLITS are those of the first launch."""
 
-    TILE_M: int
-    """Query rows of a block, all of one head."""
-    TILE_ROWS: int
+    TILE_ROWS: int = 0
     """Query rows per head in a query tile of the first launch."""
-    TILE_HEADS: int
+    TILE_HEADS: int = 0
     """Query heads in a query tile of the first launch."""
-    Q_SUBTILES: int
-    """Query tiles of a block of the first launch."""
-    KV_SPLITS: int
-    """Shares of each query tile."""
-    KV_SPAN: int
-    """Steps of each share; 0 where the shares of a query tile are about equal."""
-    TILE_V: int
-    """Columns of a tile of outputs; this and the following are those of `tiles.Constants`."""
-    REST_V: int
-    IEEE_DIVISION: bool
-    BOTTOM_RIGHT: bool
-    WINDOW: bool = False
-    SINKS: bool = False
-    STARTS: bool = False
-    LENGTHS: bool = False
-    SCORE_MOD: bool = False
-    MASK_MOD: bool = False
-    GROUP: int = 1
-    PACK: int = 1
-    PACKED: bool = False
-    CHECK_BOUNDS: bool = True
-    TMA_STORE: bool = False
 
 
 def combine_shares(Out, Lse, Shares, State, features, const):

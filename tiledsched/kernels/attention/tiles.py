@@ -87,75 +87,76 @@ pass them, as where it adds -1e9 to hide a key; they are scaled before the maxim
 
 @dataclass(frozen=True)
 class Constants:
-    """The compile-time constants of a kernel, in the order of its last parameters."""
+    """The compile-time constants of a kernel, in the order of its last parameters. Those that a kernel does not know have their
+    defaults, which ask for nothing; `split.Combining` and the constants of gradients add some."""
 
     TILE_M: int
     """Query rows of a tile."""
-    TILE_N: int
+    TILE_N: int = 0
     """Keys of a tile."""
-    TILE_D: int
+    TILE_D: int = 0
     """Columns of a tile of queries or keys: the head dimension rounded up to a power of two, or its first part."""
-    GROUP: int
+    GROUP: int = 1
     """Query heads per key/value head."""
-    CAUSAL: bool
+    CAUSAL: bool = False
     """Whether a row sees no keys beyond its own."""
-    EVEN: bool
+    EVEN: bool = False
     """Whether the keys of a step divide the number of keys."""
-    FP16_ACCUM: bool
+    FP16_ACCUM: bool = False
     """Whether both products accumulate in float16."""
-    LATENCY_K: int
+    LATENCY_K: int = 0
     """Latency hint of the key loads; 0 for none."""
-    LATENCY_V: int
+    LATENCY_V: int = 0
     """Latency hint of the value loads; 0 for none."""
-    LOOP_SPLIT: bool
+    LOOP_SPLIT: bool = False
     """Whether the unmasked steps have a loop of their own."""
-    BLOCK_ORDER: int
+    BLOCK_ORDER: int = 0
     """Index into BLOCK_ORDERS."""
-    PERSISTENT: int
+    PERSISTENT: int = 0
     """Index into PERSISTENT_MODES."""
-    KV_DIRECTION: int
+    KV_DIRECTION: int = 0
     """Index into KV_DIRECTIONS."""
-    Q_SUBTILES: int
+    Q_SUBTILES: int = 1
     """Query tiles of a block."""
-    KV_SUBTILES: int
+    KV_SUBTILES: int = 1
     """Key tiles of a step."""
-    QK_AHEAD: bool
+    QK_AHEAD: bool = False
     """Whether the scores of a step are made during the step before."""
-    TMA_LOADS: bool
+    TMA_LOADS: bool = False
     """Whether loads of keys and values may use the TMA unit."""
-    TMA_STORE: bool
+    TMA_STORE: bool = False
     """Whether the store of the output may use the TMA unit."""
-    CHECK_BOUNDS: bool
+    CHECK_BOUNDS: bool = True
     """Whether loads and stores check the edges of the arrays; false only where no tile crosses an edge."""
-    IEEE_DIVISION: bool
+    IEEE_DIVISION: bool = False
     """Whether the last division is rounded correctly."""
-    LAZY_RESCALE: bool
+    LAZY_RESCALE: bool = False
     """Whether small growth of the row maximum leaves the accumulator as it is."""
-    BOTTOM_RIGHT: bool
+    BOTTOM_RIGHT: bool = False
     """Whether the last query's own key is the last one; else the first query's is the first."""
-    REST_D: int
+    REST_D: int = 0
     """Columns of the second part of queries and keys; 0 where there is one part."""
-    TILE_V: int
+    TILE_V: int = 0
     """Columns of a tile of values or outputs: their width rounded up to a power of two, or its first part."""
-    REST_V: int
+    REST_V: int = 0
     """Columns of the second part of values and outputs; 0 where there is one part."""
-    PACK: int
+    PACK: int = 1
     """Query heads that a tile has rows for: 1, or GROUP rounded up to a power of two."""
-    KV_SPLITS: int
+    KV_SPLITS: int = 1
     """Blocks that share the keys of one work tile."""
-    FLAT_STEPS: int
+    FLAT_STEPS: int = 0
     """Steps per turn of one flat loop over all work tiles of a block; 0 for a main loop for each."""
-    RELOAD_Q: bool
+    RELOAD_Q: bool = False
     """Whether a flat loop loads the queries again at each turn."""
-    Q_AHEAD: bool
+    Q_AHEAD: bool = False
     """Whether a flat loop loads the queries of each work tile while it computes the one before."""
-    STORE_LATE: bool
+    STORE_LATE: bool = False
     """Whether a persistent block stores each output late, after the loads of the next work tile have begun."""
-    Q_IN_REGISTERS: bool
+    Q_IN_REGISTERS: bool = False
     """Whether a nested loop's queries are held in registers, so that their shared memory is free for the next ones."""
-    UNROLL: int
+    UNROLL: int = 1
     """Steps in one turn of the loop over a work tile's keys; each has shared memory of its own for them."""
-    PEEL_FIRST: bool
+    PEEL_FIRST: bool = False
     """Whether the compiler sees that a block which stores late has nothing to store in its first lap."""
     # Only the kernels with optional features and those of packed sequences or pages know the following.
     WINDOW: bool = False

@@ -24,7 +24,7 @@ import numpy
 import tiledsched.core.fields as ts
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cases import Case, drawn, random_inputs
-from tiledsched.core.copies import codes_in
+from tiledsched.core.copies import names_in
 from tiledsched.core.errors import DeclarationError, ProblemError, author_line, function_line
 from tiledsched.core.fields import ArrayField
 from tiledsched.core.kernel import check_array
@@ -111,8 +111,7 @@ def code_of(function: Any, what: str) -> list[Any]:
 
     def taken_by(each: FunctionType, where: str) -> list[Any]:
         each = inspect.unwrap(each)
-        nested = (each.__code__, *codes_in(each.__code__))  # functions in it read names, too
-        read = {name for code in nested for name in code.co_names} & each.__globals__.keys()
+        read = each.__globals__.keys() & names_in(each.__code__)
         found = {**inspect.getclosurevars(each).nonlocals, **{name: each.__globals__[name] for name in read}}
         given = [
             ("its defaults", each.__defaults__ or ()),

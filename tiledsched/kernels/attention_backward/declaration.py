@@ -15,12 +15,13 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
-from tiledsched.kernels.attention.options import ARRAYS, FIELDS, MAX_HEAD_DIM, SIZES, feature_constants
+from tiledsched.kernels.attention.options import ARRAYS, FIELDS, MAX_HEAD_DIM, AttentionFields, feature_constants
 from tiledsched.kernels.attention.problem import mask_of
+from tiledsched.kernels.attention.suites import STANDARD
 from tiledsched.kernels.attention.tiling import column_widths
 from tiledsched.kernels.attention_backward import problem
 from tiledsched.kernels.attention_backward.model import AttentionBackwardCost
-from tiledsched.kernels.attention_backward.suites import STANDARD, SUITES
+from tiledsched.kernels.attention_backward.suites import SUITES
 
 LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
 """Largest relative Frobenius error that a tile of a gradient may have, by element type.
@@ -42,7 +43,7 @@ STRUCTURES = ("atomic", "two_pass")
 """What makes dQ: see :mod:`tiles`."""
 
 
-class AttentionBackward(Kernel):
+class AttentionBackward(AttentionFields, Kernel):
     """The gradients of scaled dot-product attention with respect to Q, K, V and the sinks.
 
     Q, K, V, masks and features are those of :class:`tiledsched.kernels.attention.Attention`; Out is its output, Lse
@@ -54,7 +55,7 @@ class AttentionBackward(Kernel):
     """
 
     name = "attention_backward"
-    locals().update(SIZES | FIELDS)
+    locals().update(FIELDS)
     deterministic = ts.flag(omit_default=True)
     dlse = ts.flag(omit_default=True)
     derived = problem.DERIVED
@@ -184,8 +185,6 @@ class AttentionBackward(Kernel):
         "scores_ahead + delta_first + dq_transposed + (not scores_transposed) <= 1": "these four are tried one at a time",
         "tma_loads or (latency_q == 0 and not scores_ahead)": "loads by threads are tried on the plain kernel only",
     }
-    label = {"S": ("seq_q", "seq_k"), "D": "head_dim", "B": "batch", "H": ("heads", "kv_heads")}
-    written = {"Sq": "seq_q", "Sk": "seq_k", "right": "window_right", "D": ("head_dim", "value_dim")}
     suites = SUITES
     default_suite = STANDARD
     cost = AttentionBackwardCost()
@@ -210,8 +209,6 @@ class AttentionBackward(Kernel):
     }
 
     former_knobs = {"shares": (1,)}
-    planning_rivals = ("torch_cudnn",)
-    compiled_rivals = ("flash_attention_4",)
     canonical = staticmethod(problem.canonical)
     flops = staticmethod(problem.flops)
     describe = staticmethod(problem.describe)

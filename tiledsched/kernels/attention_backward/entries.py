@@ -98,9 +98,36 @@ def attention_backward_keys(
 ):
     """dK and dV, or the shares of every query head in them, and shares of dQ."""
     const = tiles.BackwardConstants(
-        *(TILE_M, TILE_N, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN, CAUSAL, BOTTOM_RIGHT, WINDOW, WINDOW_RIGHT),
-        *(SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT, BLOCK_ORDER, PERSISTENT),
-        *(TRANSPOSED, AHEAD, DQ_LATE, DV_PLACE, DQ_TRANSPOSED, DELTA_FIRST, TOGETHER, ADDS),
+        TILE_M=TILE_M,
+        TILE_N=TILE_N,
+        TILE_D=TILE_D,
+        REST_D=REST_D,
+        TILE_V=TILE_V,
+        REST_V=REST_V,
+        GROUP=GROUP,
+        EVEN=EVEN,
+        CAUSAL=CAUSAL,
+        BOTTOM_RIGHT=BOTTOM_RIGHT,
+        WINDOW=WINDOW,
+        WINDOW_RIGHT=WINDOW_RIGHT,
+        SOFTCAP=SOFTCAP,
+        STARTS=STARTS,
+        LENGTHS=LENGTHS,
+        PACKED=PACKED,
+        LATENCY_Q=LATENCY_Q,
+        LATENCY_DO=LATENCY_DO,
+        TMA_LOADS=TMA_LOADS,
+        LOOP_SPLIT=LOOP_SPLIT,
+        BLOCK_ORDER=BLOCK_ORDER,
+        PERSISTENT=PERSISTENT,
+        TRANSPOSED=TRANSPOSED,
+        AHEAD=AHEAD,
+        DQ_LATE=DQ_LATE,
+        DV_PLACE=DV_PLACE,
+        DQ_TRANSPOSED=DQ_TRANSPOSED,
+        DELTA_FIRST=DELTA_FIRST,
+        TOGETHER=TOGETHER,
+        ADDS=ADDS,
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     dk, dv = (dK, dV) if TOGETHER else (dKParts, dVParts)
@@ -173,9 +200,28 @@ def attention_backward_queries(
 ):
     """dQ, for which a block goes over the keys."""
     const = tiles.BackwardConstants(
-        *(TILE_M_DQ, TILE_N_DQ, TILE_D, REST_D, TILE_V, REST_V, GROUP, EVEN_DQ, CAUSAL, BOTTOM_RIGHT, WINDOW),
-        *(WINDOW_RIGHT, SOFTCAP, STARTS, LENGTHS, PACKED, LATENCY_Q, LATENCY_DO, TMA_LOADS, LOOP_SPLIT),
-        *(BLOCK_ORDER, PERSISTENT),
+        TILE_M=TILE_M_DQ,
+        TILE_N=TILE_N_DQ,
+        TILE_D=TILE_D,
+        REST_D=REST_D,
+        TILE_V=TILE_V,
+        REST_V=REST_V,
+        GROUP=GROUP,
+        EVEN=EVEN_DQ,
+        CAUSAL=CAUSAL,
+        BOTTOM_RIGHT=BOTTOM_RIGHT,
+        WINDOW=WINDOW,
+        WINDOW_RIGHT=WINDOW_RIGHT,
+        SOFTCAP=SOFTCAP,
+        STARTS=STARTS,
+        LENGTHS=LENGTHS,
+        PACKED=PACKED,
+        LATENCY_Q=LATENCY_Q,
+        LATENCY_DO=LATENCY_DO,
+        TMA_LOADS=TMA_LOADS,
+        LOOP_SPLIT=LOOP_SPLIT,
+        BLOCK_ORDER=BLOCK_ORDER,
+        PERSISTENT=PERSISTENT,
     )
     features = Features(None, Starts, Lengths, window, window_right, cap_scale, CuQ, CuK)
     queries.compute_queries(Q, K, V, dOut, LseLog2, Delta, dQ, scale_log2, scale, features, const)

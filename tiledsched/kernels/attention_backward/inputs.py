@@ -15,11 +15,12 @@ from tiledsched.kernels.attention.inputs import (
     CODES,
     LARGEST_SINK,
     LARGEST_VALUE,
-    PEAKED_QUERIES,
     border_keys,
     kinds_of_heads,
+    peaked,
     places,
     sequences,
+    uniform,
     unused_slots,
 )
 from tiledsched.kernels.attention.problem import mask_of
@@ -151,11 +152,6 @@ def _high(*arrays: Any) -> None:
     _offset_scores(100.0, *arrays)
 
 
-def _peaked(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
-    """Scores of standard deviation 8: one key or a few decide each row."""
-    q *= PEAKED_QUERIES
-
-
 def _cancelling(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
     """Values and output gradients near one: the differences of dP from delta are small beside either."""
     for each in (v, gradient):
@@ -170,11 +166,6 @@ def _large(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
     gradient *= SMALL_GRADIENTS
 
 
-def _uniform(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
-    """Queries are zero, so that every key that is seen counts the same, and dK is zero."""
-    q[...] = 0.0
-
-
 def _still(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
     """Output gradients are zero, and so are all gradients."""
     gradient[...] = 0.0
@@ -184,10 +175,10 @@ _SHAPE = {
     "borders": _borders,
     "low": _low,
     "high": _high,
-    "peaked": _peaked,
+    "peaked": peaked,
     "cancelling": _cancelling,
     "large": _large,
-    "uniform": _uniform,
+    "uniform": uniform,
     "still": _still,
 }
 KINDS = tuple(_SHAPE)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tiledsched.core.cost import LAUNCH_US, WARPGROUP_ROWS, WARPS_PER_GROUP, Cost, smooth_max
+from tiledsched.core.cost import LAUNCH_US, NEXT_LAUNCH_US, WARPGROUP_ROWS, WARPS_PER_GROUP, Cost, smooth_max
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.problem import Problem
 from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
@@ -27,7 +27,9 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.model import (
     CAPPED_EXP2,
     DRAM_EFFICIENCY,
+    FP32_PER_MASKED_SCORE,
     FREE_SPILL_BYTES,
+    PERSISTENT_SHARE,
     SINGLE_WARP_RATE,
     SPILL_BYTES_PER_CYCLE,
     SWIZZLE_PAIRS,
@@ -39,8 +41,6 @@ SUM_BYTES = 4
 """Bytes of an element of the float32 sums."""
 
 # Counted or published.
-FP32_PER_MASKED_SCORE = 4.0
-"""Further fp32 instructions per score of a step that masks."""
 MOST_REGISTERS = 240
 """Registers of a thread that multiplies: 255 less what addresses and row values take."""
 OTHER_REGISTERS = 8
@@ -70,10 +70,6 @@ BLOCK_CYCLES = 4000.0
 """Cycles from a block's start to its first step, and from its last to its end."""
 STORE_CYCLES_PER_ELEMENT = 0.1
 """Cycles of the epilogue per element that a block stores."""
-NEXT_LAUNCH_US = 2.0
-"""Time that another launch in the same stream adds."""
-PERSISTENT_SHARE = 0.65
-"""Share of a block's cycles outside its steps that remains when a persistent block goes on to its next tile."""
 ORDERS = {(True, "natural"): "reversed", (True, "reversed"): "natural"}
 """(whether blocks are tiles of keys, order) -> forward's order in which blocks have these lengths, where that is another: the
 first keys are seen by most rows, and the first rows see fewest keys."""

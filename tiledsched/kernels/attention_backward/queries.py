@@ -18,6 +18,7 @@ from tiledsched.kernels.attention_backward.tiles import (
     load_parts,
     load_queries,
     row_values,
+    score_gradients,
     score_shape,
     store_parts,
     store_zeros,
@@ -122,12 +123,7 @@ def key_step(keys, own, last, j, sums, MASKED, scale_log2, const):
         columns = j * const.TILE_N + ct.arange(const.TILE_N, dtype=ct.int32)[None, :]
         p = ct.where(seen(columns, last, keys, const), p, 0.0)
     dp = across(v, gradient, zeros, const)
-    ds = p * ((dp if factors is None else dp * factors) - delta)
-    if slope is not None:
-        ds = ct.where(p == 0.0, 0.0, ds * slope)
-    if const.SOFTCAP:
-        ds = ds * (1.0 - logits * logits)
-    ds = ds.astype(k[0].dtype)
+    ds = score_gradients(p, (dp if factors is None else dp * factors) - delta, slope, logits, const).astype(k[0].dtype)
     parts = ()
     for part in ct.static_iter(range(len(sums))):
         parts = (*parts, ct.mma(ds, k[part], sums[part]))

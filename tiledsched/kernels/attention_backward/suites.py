@@ -7,12 +7,7 @@ from collections.abc import Mapping
 from tiledsched.kernels.attention.models import BRAIN, MASKED, Values, head_sizes, problems_in
 from tiledsched.kernels.attention.options import DTYPES
 from tiledsched.kernels.attention.problem import standard
-from tiledsched.kernels.attention.suites import MASKS, SEQ_LENS
-
-ALL_MODELS = "models"
-"""The suite that others make up."""
-STANDARD = "standard"
-"""The suite that is meant where no problem is named."""
+from tiledsched.kernels.attention.suites import ALL_MODELS, MASKS, SEQ_LENS, STANDARD
 
 
 def _filled(

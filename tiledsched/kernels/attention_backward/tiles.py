@@ -33,60 +33,21 @@ from tiledsched.kernels.attention.features import Features, capped
 from tiledsched.kernels.attention.mods import changed_with_slope, lists_of, variant_of, weights_by_mod
 from tiledsched.kernels.attention.packed import first_place, own_rows, place_in_sequence
 from tiledsched.kernels.attention.scheduler import HEADS_FASTEST, coordinates
-from tiledsched.kernels.attention.tiles import part_of
+from tiledsched.kernels.attention.tiles import Constants, part_of
 
 MOST_LSE = 2.0**20
 """The largest log-sum-exp in powers of two, of either sign, of rows that an author's function changes and that have gradients."""
 
 
 @dataclass(frozen=True)
-class BackwardConstants:
-    """The compile-time constants of `compute_keys` and `compute_queries`."""
+class BackwardConstants(Constants):
+    """The compile-time constants of `compute_keys` and `compute_queries`. TMA_LOADS is about the loop's loads, and PERSISTENT is
+    whether a block takes one work tile after the other."""
 
-    TILE_M: int
-    """Query rows of a tile."""
-    TILE_N: int
-    """Keys of a tile."""
-    TILE_D: int
-    """Columns of a tile of queries or keys: the head dimension rounded up to a power of two, or its first part."""
-    REST_D: int
-    """Columns of the second part of queries and keys; 0 where there is one part."""
-    TILE_V: int
-    """Columns of a tile of values or outputs, likewise."""
-    REST_V: int
-    """Columns of their second part."""
-    GROUP: int
-    """Query heads per key/value head."""
-    EVEN: bool
-    """Whether the tiles of keys divide the keys of every sequence."""
-    CAUSAL: bool
-    """Whether a row sees no keys beyond its own."""
-    BOTTOM_RIGHT: bool
-    """Whether the last query's own key is the last one; else the first query's is the first."""
-    WINDOW: bool
-    """Whether a row sees its last keys only."""
-    WINDOW_RIGHT: bool
-    """Whether a row also sees keys after its own."""
-    SOFTCAP: bool
-    """Whether scores are capped."""
-    STARTS: bool
-    """Whether each sequence says where its keys start."""
-    LENGTHS: bool
-    """Whether each sequence says where its keys end."""
-    PACKED: bool
-    """Whether the sequences lie end to end."""
-    LATENCY_Q: int
+    LATENCY_Q: int = 0
     """Latency hint of the loop's loads of queries, or of keys; 0 for none."""
-    LATENCY_DO: int
+    LATENCY_DO: int = 0
     """Latency hint of the loop's loads of output gradients, or of values; 0 for none."""
-    TMA_LOADS: bool
-    """Whether the loop's loads may use the TMA unit."""
-    LOOP_SPLIT: bool
-    """Whether steps without a mask have a loop of their own."""
-    BLOCK_ORDER: int
-    """Index into the BLOCK_ORDERS of attention."""
-    PERSISTENT: bool
-    """Whether a block takes one work tile after the other."""
     # Only `compute_keys` knows the following.
     TRANSPOSED: bool = False
     """Whether a step's scores are `[TILE_N, TILE_M]`."""
@@ -108,17 +69,6 @@ class BackwardConstants:
     """Whether functions of an author's change or hide scores."""
     BLOCK: int = 0
     """Query rows, and keys, of a block in the lists of blocks that are seen; 0 where there are no lists."""
-    # What functions of attention forward ask for, and gradients do not leave open.
-    PACK: int = 1
-    PAGE: int = 0
-    Q_SUBTILES: int = 1
-    KV_SUBTILES: int = 1
-    KV_DIRECTION: int = 0
-    KV_SPLITS: int = 1
-    UNROLL: int = 1
-    FLAT_STEPS: int = 0
-    CHECK_BOUNDS: bool = True
-    BLOCK_ROWS: int = 0
 
 
 @dataclass(frozen=True)
@@ -436,12 +386,7 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     weights = (p if factors is None else p * factors).astype(gradient[0].dtype)
     if const.DV_PLACE == 0:
         dv = add_parts(dv, weights, gradient, const)
-    ds = p * dp
-    if slope is not None:
-        ds = ct.where(p == 0.0, 0.0, ds * slope)
-    if const.SOFTCAP:
-        ds = ds * (1.0 - logits * logits)
-    ds = ds.astype(q[0].dtype)
+    ds = score_gradients(p, dp, slope, logits, const).astype(q[0].dtype)
     dk = add_parts(dk, ds, q, const)
     if const.DV_PLACE == 1:
         dv = add_parts(dv, weights, gradient, const)
@@ -452,6 +397,17 @@ def query_step(rows, tile, i, sums, carried, MASKED, scale_log2, const):
     if const.DV_PLACE == 2:
         dv = add_parts(dv, weights, gradient, const)
     return KeySums(dk, dv), handed_on
+
+
+def score_gradients(p, dp, slope, logits, const):
+    """The gradients of scores, from probabilities and from the gradients of these less their row's mean; `slope` is that of an
+    author's function, None where there is none, and with SOFTCAP `logits` are hyperbolic tangents."""
+    ds = p * dp
+    if slope is not None:
+        ds = ct.where(p == 0.0, 0.0, ds * slope)
+    if const.SOFTCAP:
+        ds = ds * (1.0 - logits * logits)
+    return ds
 
 
 def row_values(array, rows, i, const):

@@ -13,6 +13,7 @@ import numpy
 
 import tiledsched.core.fields as ts
 from tiledsched.core.cases import Case, random_inputs
+from tiledsched.core.cost import NEXT_LAUNCH_US
 from tiledsched.core.device import ArchSpec
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
@@ -20,7 +21,7 @@ from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.grouped_matmul.rivals import raced
-from tiledsched.kernels.product_model import ELEMENT_BYTES, SECOND_LAUNCH_US, ProductCost, dram_bytes, step_cycles
+from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost, dram_bytes, step_cycles
 from tiledsched.kernels.product_schedules import instruction, row_bytes
 
 FEWEST_GROUPS = 32
@@ -80,7 +81,7 @@ class GroupedMatmulCost(ProductCost):
 
     def other_launches_us(self, p: Problem, s: Schedule, spec: ArchSpec) -> float:
         """The list of tiles before the product."""
-        return SECOND_LAUNCH_US
+        return NEXT_LAUNCH_US
 
 
 class GroupedMatmulSimilarity(Similarity):

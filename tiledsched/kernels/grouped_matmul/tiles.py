@@ -23,7 +23,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.kernels.products import Bool, Int, elements_of, place_of
+from tiledsched.kernels.products import Bool, Int, ProductConstants, elements_of, place_of
 
 ALIGNED_ELEMENTS = 8
 """Elements of which rows of C are multiples where they start at multiples of 16 bytes."""
@@ -34,27 +34,15 @@ tiles.
 
 
 @dataclass(frozen=True)
-class GroupedConstants:
-    """The compile-time constants of the product."""
+class GroupedConstants(ProductConstants):
+    """The compile-time constants of the product, whose work tiles have one part."""
 
-    TILE_M: int
-    """Rows of a work tile."""
-    TILE_N: int
-    """Columns of a work tile."""
-    TILE_K: int
-    """Columns of A, and rows of B, that one step of the main loop takes."""
-    GROUP_M: int
-    """Tiles of rows that are taken together, column after column."""
-    LATENCY: int
-    """Latency hint of the main loop's loads; 0 for none."""
     SWAP: bool
     """Whether the tensor cores multiply the transposed operands in exchanged order."""
     STORE_VIEW: bool
     """Whether the TMA unit stores through a view that ends with the group; see the top of this file."""
     ALIGNED: bool
     """Whether rows of C start at multiples of 16 bytes."""
-    SPLIT_K: int = 1
-    """Blocks that share the walk over k of a work tile."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ def grouped_matmul(
     ALIGNED: Bool,
 ):
     """C[rows of group g] = A[rows of group g] @ B[g] for A `[tokens, k]`, B `[groups, k, n]` and C `[tokens, n]`."""
-    const = GroupedConstants(TILE_M, TILE_N, TILE_K, GROUP_M, LATENCY, SWAP, STORE_VIEW, ALIGNED)
+    const = GroupedConstants(TILE_M, TILE_N, 0, TILE_K, GROUP_M, LATENCY, 1, SWAP, STORE_VIEW, ALIGNED)
     schedule_tiles(A, B, None, Tiles, C, None, None, const, PERSISTENT)
 
 

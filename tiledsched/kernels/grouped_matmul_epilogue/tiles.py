@@ -24,7 +24,8 @@ ENTRIES = {
     "grouped_matmul_epilogue": KernelText(
         "A B Gate Tiles",
         (*CONSTANTS, "PERSISTENT"),
-        f"schedule_tiles(A, B, Gate, Tiles, C, finish, extras, GroupedConstants({', '.join(CONSTANTS)}), PERSISTENT)",
+        "schedule_tiles(A, B, Gate, Tiles, C, finish, extras, GroupedConstants(TILE_M, TILE_N, 0, TILE_K, GROUP_M, LATENCY, 1, "
+        "SWAP, STORE_VIEW, ALIGNED), PERSISTENT)",
     )
 }
 

@@ -26,36 +26,32 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tiledsched.kernels.products import Bool, Int, column_of, elements_of, part_view, place_of, sum_of_shares
+from tiledsched.kernels.products import (
+    Bool,
+    Int,
+    ProductConstants,
+    column_of,
+    elements_of,
+    part_view,
+    place_of,
+    row_view,
+    sum_of_shares,
+)
 
 
 @dataclass(frozen=True)
-class MatmulConstants:
+class MatmulConstants(ProductConstants):
     """The compile-time constants of the kernels."""
 
-    TILE_M: int
-    """Rows of a work tile."""
-    TILE_N: int
-    """Columns of a work tile, or of its first part."""
-    REST_N: int
-    """Columns of its second part, a half or a quarter of the first's; 0 where there is one part."""
-    TILE_K: int
-    """Columns of A, and rows of B, that one step of the main loop takes."""
-    GROUP_M: int
-    """Rows of work tiles that are taken together, column after column, so that their operands stay in the L2 cache."""
     PERSISTENT: bool
     """Whether a block takes one work tile of every `num_blocks`; else one each."""
-    LATENCY: int
-    """Latency hint of the main loop's loads; 0 for none. It decides how shared memory is divided, too."""
-    SPLIT_K: int
-    """Blocks that share the walk over k of one tile of C."""
     SHARES: int = 1
     """Shares of k that one block sums each for itself, before it adds them up."""
 
 
 def matmul(A, B, C, TILE_M: Int, TILE_N: Int, REST_N: Int, TILE_K: Int, GROUP_M: Int, PERSISTENT: Bool, LATENCY: Int):
     """C = A @ B for A `[m, k]` and B `[k, n]`, each row- or column-major, and C `[m, n]`, row-major, of one type."""
-    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
+    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, LATENCY, 1, PERSISTENT)
     schedule_tiles(A, B, C, const)
 
 
@@ -73,7 +69,7 @@ def matmul_partial(
     SPLIT_K: Int,
 ):
     """Partial[s] = the s-th share of A @ B, for float32 Partial `[SPLIT_K, m, n]`."""
-    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, SPLIT_K)
+    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, LATENCY, SPLIT_K, PERSISTENT)
     schedule_tiles(A, B, Partial, const)
 
 
@@ -91,7 +87,7 @@ def matmul_in_shares(
     SHARES: Int,
 ):
     """C = A @ B as `matmul_partial` and `combine` compute it, bit for bit, for SPLIT_K = SHARES, in one launch."""
-    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1, SHARES)
+    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, LATENCY, 1, PERSISTENT, SHARES)
     schedule_tiles(A, B, C, const)
 
 
@@ -108,7 +104,7 @@ def matmul_padded(
     LATENCY: Int,
 ):
     """C = A @ B from row-major copies whose sizes are rounded up, PaddedA `[>= m, >= k]` and PaddedB `[>= k, >= n]`."""
-    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, PERSISTENT, LATENCY, 1)
+    const = MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, LATENCY, 1, PERSISTENT)
     schedule_tiles(PaddedA, PaddedB, C, const)
 
 
@@ -204,11 +200,6 @@ def accumulate_parts(A, B, work, begin, end, const):
         b = more.load((step, second), latency=latency)
         rest = ct.mma(a, b, rest)
     return acc, rest
-
-
-def row_view(A, const):
-    """A as a grid of tiles, with zeros beyond the edge."""
-    return A.tiled_view((const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO)
 
 
 def epilogue(Out, work, PART, acc, const):

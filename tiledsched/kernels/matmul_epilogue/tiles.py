@@ -23,16 +23,17 @@ from tiledsched.kernels.matmul.tiles import MatmulConstants as MatmulConstants, 
 from tiledsched.kernels.products import Bool as Bool, Int as Int
 
 PRODUCT = ("TILE_M", "TILE_N", "REST_N", "TILE_K", "GROUP_M", "PERSISTENT", "LATENCY")
-SCHEDULE = "schedule_tiles(sums, (A, B, Gate), C, extras, MatmulConstants({}, 1{}), PERSISTENT, TMA_STORE)"
+SCHEDULE = (
+    "schedule_tiles(sums, (A, B, Gate), C, extras, "
+    "MatmulConstants(TILE_M, TILE_N, REST_N, TILE_K, GROUP_M, LATENCY, 1, PERSISTENT{}), PERSISTENT, TMA_STORE)"
+)
 ENTRIES = {
-    "matmul_epilogue": KernelText("A B Gate", (*PRODUCT, "TMA_STORE"), SCHEDULE.format(", ".join(PRODUCT), "")),
-    "matmul_epilogue_in_shares": KernelText(
-        "A B Gate", (*PRODUCT, "TMA_STORE", "SHARES"), SCHEDULE.format(", ".join(PRODUCT), ", SHARES")
-    ),
+    "matmul_epilogue": KernelText("A B Gate", (*PRODUCT, "TMA_STORE"), SCHEDULE.format("")),
+    "matmul_epilogue_in_shares": KernelText("A B Gate", (*PRODUCT, "TMA_STORE", "SHARES"), SCHEDULE.format(", SHARES")),
     "matmul_epilogue_padded": KernelText(
         "PaddedA PaddedB PaddedGate",
         (*PRODUCT, "TMA_STORE"),
-        SCHEDULE.format(", ".join(PRODUCT), "").replace("A, B, Gate", "PaddedA, PaddedB, PaddedGate"),
+        SCHEDULE.format("").replace("A, B, Gate", "PaddedA, PaddedB, PaddedGate"),
     ),
     "combine_epilogue": KernelText("Partial", SUM, f"combine(Partial, C, extras, {', '.join(SUM)})"),
 }

@@ -23,32 +23,27 @@ from dataclasses import dataclass
 
 import cuda.tile as ct
 
-from tiledsched.kernels.products import Bool, Int, column_of, elements_of, part_view, place_of, sum_of_shares
+from tiledsched.kernels.products import (
+    ROW_ELEMENTS,
+    Bool,
+    Int,
+    ProductConstants,
+    column_of,
+    elements_of,
+    part_view,
+    place_of,
+    row_view,
+    sum_of_shares,
+)
 
-ROW_ELEMENTS = 16
-"""Rows of A, B and C are multiples of this many elements."""
 BLOCK = 128
 """Elements of k, and columns of B, that share a scale where blocks have scales."""
 
 
 @dataclass(frozen=True)
-class ScaledConstants:
+class ScaledConstants(ProductConstants):
     """The compile-time constants of the product."""
 
-    TILE_M: int
-    """Rows of a work tile."""
-    TILE_N: int
-    """Columns of a work tile, or of its first part."""
-    REST_N: int
-    """Columns of its second part; 0 where there is one part."""
-    TILE_K: int
-    """Columns of A, and rows of B, that one step of the main loop takes."""
-    GROUP_M: int
-    """Rows of work tiles that are taken together, column after column."""
-    LATENCY: int
-    """Latency hint of the main loop's loads; 0 for none."""
-    SPLIT_K: int
-    """Blocks that share the walk over k of one tile of C."""
     SWAP: bool
     """Whether the tensor cores multiply the transposed operands in exchanged order."""
     FAST: bool
@@ -284,11 +279,6 @@ def zeros(PART, const):
     """Sums of one part of a work tile, as the tensor cores have them."""
     width = const.REST_N if PART else const.TILE_N
     return ct.zeros((width, const.TILE_M) if const.SWAP else (const.TILE_M, width), ct.float32)
-
-
-def row_view(A, const):
-    """A as a grid of tiles, with zeros beyond the edge."""
-    return A.tiled_view((const.TILE_M, const.TILE_K), padding_mode=ct.PaddingMode.ZERO)
 
 
 def last_column(B, work, const):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tiledsched.core.copies import closed_over
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, UnsupportedError
 from tiledsched.core.extras import installing
 from tiledsched.ops import fallback
@@ -504,8 +505,7 @@ def _closed_over(function: Any, maker: str, name: str) -> Any:
         f"{maker}."
     ):
         return None
-    names, cells = function.__code__.co_freevars, function.__closure__ or ()
-    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get(name)
+    return closed_over(function).get(name)
 
 
 def _not_served(attention_mask: Any, more: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Batch, Runner
-from tiledsched.rivals.rows import OK, SIZES, timing_columns
+from tiledsched.rivals.rows import OK, SIZES, StudyRow, rounded, timing_columns
 from tiledsched.tuning.builder import Builder, Key, Program
 from tiledsched.tuning.recording import NOT_RECORDED
 
@@ -32,13 +32,10 @@ FIRST_COLUMNS = ("dtype", "causal", *SIZES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblationRow:
-    """One schedule on the way from the plain schedule to the tuned one, or next to the tuned one."""
+class AblationRow(StudyRow):
+    """One schedule on the way from the plain schedule to the tuned one, or next to the tuned one. One without a time broke a
+    constraint, failed to build or to launch, or was not recorded."""
 
-    problem: Problem
-    """The problem."""
-    regime: str
-    """burst or sustained."""
     view: str
     """`ladder` for a rung; `without` for the tuned schedule with one knob changed back; `tried` for a possible rung, in
     the run that chose among several.
@@ -51,24 +48,14 @@ class AblationRow:
     """Their values before."""
     after: str
     """Their values after."""
-    schedule: str
-    """The whole schedule as people read it."""
     schedule_id: str
-    """Its id."""
-    timing: Timing | None = None
-    """The time; None where there is none."""
+    """Id of the whole schedule."""
     speedup_over_previous: float | None = None
     """Time before the change over time after it. For `without`, the time before is the tuned schedule's."""
     speedup_over_plain: float | None = None
     """Time of rung 0 over its own time; None for `tried`, which ran in another run."""
-    status: str
-    """`ok`, or why there is no time: a broken constraint, a failed build or launch, or nothing recorded."""
-    device: str = ""
-    """Name of the GPU."""
     runner: str = ""
     """gpu or replay."""
-    taken: str = ""
-    """Day on which it was timed, in UTC, as YYYY-MM-DD; empty where it was not recorded."""
 
     def to_csv(self) -> dict[str, Any]:
         """One cell for each column, also for `--json`."""
@@ -82,8 +69,8 @@ class AblationRow:
             "from": self.before,
             "to": self.after,
             **timing_columns(self.timing, 4),
-            "speedup_over_previous": _rounded(self.speedup_over_previous),
-            "speedup_over_plain": _rounded(self.speedup_over_plain),
+            "speedup_over_previous": rounded(self.speedup_over_previous, 4),
+            "speedup_over_plain": rounded(self.speedup_over_plain, 4),
             "status": self.status,
             "schedule": self.schedule,
             "schedule_id": self.schedule_id,
@@ -95,10 +82,6 @@ class AblationRow:
             "problem": canonical_json(self.problem.to_json()),
             "taken": self.taken,
         }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
 
 
 TOGETHER = (("tile_m", "tile_n"), ("latency_k", "latency_v"), ("occupancy", "num_ctas"))

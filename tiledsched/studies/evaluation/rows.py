@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tiledsched.core.groups import nested
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
 from tiledsched.report.records import TileTime
@@ -191,8 +192,4 @@ def result_of(row: BenchRow) -> ResultRow:
 
 def times_by_cell(rows: Sequence[ResultRow]) -> dict[Cell, dict[str, float]]:
     """Cell -> method -> milliseconds, of the methods that have a time there."""
-    found: dict[Cell, dict[str, float]] = {}
-    for row in rows:
-        if row.median_ms:
-            found.setdefault(row.cell, {})[row.method] = row.median_ms
-    return found
+    return nested((row.cell, row.method, row.median_ms) for row in rows if row.median_ms)

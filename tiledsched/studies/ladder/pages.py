@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import rate_of, rate_text, unit_of
 from tiledsched.core.text import NOTHING, joined, plural, times_as_fast
 from tiledsched.report.document import Block, Chart, Heading, Paragraph, Table, write_document
@@ -47,12 +48,13 @@ def kinds_of(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     says in words which; the order is that of the rows.
     """
     several = len({row.device for row in rows}) > 1
-    found: dict[str, list[BenchRow]] = {}
-    for row in rows:
+
+    def kind_of(row: BenchRow) -> str:
         kind = re.sub(r"\bS=\S+ ?", "", str(row.problem)).strip()
         cap = ", at the power cap" if row.regime == "sustained" else ""
-        found.setdefault(kind + cap + (f", on {row.device}" if several else ""), []).append(row)
-    return found
+        return kind + cap + (f", on {row.device}" if several else "")
+
+    return grouped((kind_of(row), row) for row in rows)
 
 
 def climbed(rows: Sequence[BenchRow]) -> list[Rung]:
@@ -173,11 +175,12 @@ def document(rows: Sequence[BenchRow]) -> list[Block]:
 
 def _untimed(rows: Sequence[BenchRow]) -> list[Block]:
     """Which rungs have no time at which lengths, and why."""
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for kind, mine in kinds_of(rows).items():
-        for row in mine:
-            if not row.median_us:
-                found.setdefault((kind, row.method, row.status), []).append(row.problem.seq_q)
+    found = grouped(
+        ((kind, row.method, row.status), row.problem.seq_q)
+        for kind, mine in kinds_of(rows).items()
+        for row in mine
+        if not row.median_us
+    )
     lines = [(kind, name, ", ".join(map(str, sorted(at))), why) for (kind, name, why), at in found.items()]
     return untimed(("problem", "rung", "S", "why"), lines, folded=any(row.median_us for row in rows))
 

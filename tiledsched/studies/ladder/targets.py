@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tiledsched.core.device import ARCHS
+from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import COMPILER_HINTS, KnobValue
 from tiledsched.serve.chain import Served
@@ -36,9 +37,7 @@ def by_target(kernel: KernelClass, problems: Sequence[Problem], table: LookupTab
 
 
 def _of_problem(problem: str, suffix: str, served: Mapping[str, Served]) -> list[str]:
-    sources: dict[str, list[str]] = {}
-    for arch, each in served.items():
-        sources.setdefault(source_of(each), []).append(arch)
+    sources = grouped((source_of(each), arch) for arch, each in served.items())
     said = "; ".join(f"{source} ({', '.join(archs)})" for source, archs in sources.items())
     values = {
         knob: {arch: each.schedule[knob] for arch, each in served.items() if knob in each.schedule}

@@ -7,7 +7,7 @@ import sys
 import warnings
 
 from tiledsched.core.errors import TiledschedError, UnsupportedError
-from tiledsched.core.registry import problem_from_json
+from tiledsched.core.registry import load_kernel, problem_from_json
 
 WARMUPS = 5
 FAILED = 3
@@ -19,7 +19,6 @@ def main(kernel_name: str, problem_json: str, method_name: str) -> int:
     import cupy
     import torch
 
-    from tiledsched.core.registry import load_kernel
     from tiledsched.ops.bench import choose_methods
     from tiledsched.ops.own_methods import own_outputs
     from tiledsched.rivals.methods import make_case
