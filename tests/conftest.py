@@ -150,6 +150,17 @@ def process_as_before(request):
 
 
 @pytest.fixture
+def forgotten(monkeypatch, tmp_path):
+    """An empty database, and no kernel that another test opened."""
+    from tiledsched.serve import process
+
+    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
+    process.forget_kernels()
+    yield
+    process.forget_kernels()
+
+
+@pytest.fixture
 def fresh():
     """No plan, warning or setting from another test."""
     from tiledsched.ops import sdpa as serve

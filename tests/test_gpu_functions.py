@@ -5,25 +5,19 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("forgotten"),
+]
 
 import cuda.tile as ct
 from on_gpu import captured, normal, on_side_stream, replayed
 from torch.utils.checkpoint import checkpoint
 
 import tiledsched as ts
-from tiledsched.serve import process
 
 F = torch.nn.functional
-
-
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch, tmp_path):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "own.db"))
-    ts.configure(compile="wait")
-    process.forget_kernels()
-    yield
-    process.forget_kernels()
 
 
 def assert_near(got, wanted, error=0.01):

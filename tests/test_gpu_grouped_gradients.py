@@ -7,12 +7,15 @@ import itertools
 import pytest
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("forgotten"),
+]
 
 from on_gpu import captured, normal
 
 import tiledsched as ts
-from tiledsched.serve import process
 
 F = torch.nn.functional
 COUNTS = {
@@ -22,15 +25,6 @@ COUNTS = {
 }
 SIZES = {"aligned": (256, 192), "odd": (250, 187)}
 TOKENS = 334
-
-
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch, tmp_path):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "own.db"))
-    ts.configure(compile="wait")
-    process.forget_kernels()
-    yield
-    process.forget_kernels()
 
 
 def arguments(k, n, dtype=torch.bfloat16):
