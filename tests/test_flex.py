@@ -623,6 +623,10 @@ def of_wrong_shape(score, b, h, q_idx, kv_idx, slopes):
     return score + ct.zeros((16, 16), ct.float32)
 
 
+def of_one_number(score, b, h, q_idx, kv_idx, slopes):
+    return score + q_idx.item()
+
+
 def returns_nothing(score, b, h, q_idx, kv_idx, slopes):
     score + 1.0
 
@@ -641,9 +645,10 @@ def returns_numbers(b, h, q_idx, kv_idx, documents):
         (misspelt, misspelt, "module 'cuda.tile' has no attribute 'gathr' (did you mean 'gather'?)"),
         (through_another, inner, "has no attribute 'expp'"),
         (of_wrong_count, of_wrong_count, "has 2 axes; got 3 indices"),
-        (of_wrong_shape, of_wrong_shape, "shape"),
+        (of_wrong_shape, of_wrong_shape, "do not fit together; counted from the last axis, sides must be equal or 1"),
+        (of_one_number, of_one_number, "a tile of shape (4, 1) was used where one number is needed"),
         (returns_nothing, None, "expected a tile or a number, got NoneType"),
-        (returns_other_shape, None, "could not be broadcast"),
+        (returns_other_shape, None, "it must return a tile that broadcasts to (4, 8), got "),
         (returns_numbers, None, "must return booleans, as comparisons do, got int32"),
     ],
 )

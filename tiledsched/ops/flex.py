@@ -110,8 +110,8 @@ def flex(
     tuples and functions it may use; or be a frozen dataclass with `__call__`. What it reads from around it is read at its first
     call. New contents of arrays compile nothing.
 
-    A function in the words of torch's FlexAttention is taken, too, except under torch.compile. The tensors that it reads by
-    brackets become arrays of the call; it is read anew in each call, on the host.
+    A function in the words of torch's FlexAttention is taken, too. The tensors that it reads by brackets become arrays of the
+    call; it is read anew in each call, on the host. Under torch.compile it reads none but those in `arrays`.
 
     Args:
         q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or

@@ -244,6 +244,9 @@ def kernel_by_code(
     Raises:
         DeclarationError: a function cannot be compiled, or takes another number of arrays.
     """
+    from tiledsched.kernels.attention.torch_mods import in_tile_code
+
+    functions = in_tile_code(functions, [rank for rank, _ in arrays])
     code = {what: code_of(each, what) for what, each in functions.items()}
     for what, each in functions.items():
         check_parameters(each, what, len(arrays))
