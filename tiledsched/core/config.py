@@ -122,8 +122,8 @@ class CalledFirst(type):
 
 
 def take_off(holding: list[Any], change: Any) -> bool:
-    """Take a change that ends off the list of those that hold, in whatever order they end. Whether it was the latest, so that what
-    was before it is put back; else the next later one takes over what was before."""
+    """Take a change that ends off the list of those that hold, in whatever order they end. Whether it was the latest, so that
+    what was before it is put back; else the next later one takes over what was before."""
     place = holding.index(change)
     del holding[place]
     if place < len(holding):

@@ -42,7 +42,7 @@ DispatchMode: Any = load_dispatch_mode()
 Grid = int | tuple[int, ...]
 BlockOrder = int | typing.Literal["forward", "reversed"]
 """The order in which blocks run: an integer is the seed of a random one. A right kernel gives the same in each."""
-BROADCAST = "counted from the last axis, sides must be equal or 1; give a tile [rows] as [:, None], and one of columns as [None, :]"
+BROADCAST = "counted from the last axis, sides must be equal or 1; write rows[:, None] and columns[None, :] for tiles of one axis"
 """What to do about tiles of shapes that do not fit together."""
 Undetermined = typing.Literal["nan", "zero"]
 """What padding of mode `UNDETERMINED` holds: NaN (the largest value of a type without one), so that a kernel which uses
@@ -120,7 +120,7 @@ class InterpretedLaunch(DispatchMode):
             sides = [str(each.shape) for each in args if isinstance(each, Tile)]
             words = (
                 f"tiles of shapes {' and '.join(sides)} do not fit together; {BROADCAST}"
-                if "broadcast" in str(error)
+                if "broadcast" in str(error) and len(sides) > 1
                 else error
             )
             raise ShapeError(f"{_name(target)}: {words}") from error

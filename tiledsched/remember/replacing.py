@@ -42,8 +42,8 @@ class remember(metaclass=CalledFirst):  # noqa: N801
     """Have `cuda.tile.tune.exhaustive_search` remember, from now on, also where modules imported it before. So does
     the tuner of FlashInfer's mixtures of experts, if FlashInfer was imported before.
 
-    `tiledsched.remember()` stays until `undo()`; `with tiledsched.remember(): ...` is undone at the end of the block. The latest of
-    several holds; they may be undone in any order.
+    `tiledsched.remember()` stays until `undo()`; `with tiledsched.remember(): ...` is undone at the end of the block. Of several
+    the latest holds, and they may be undone in any order.
 
     Args:
         check: whether the arrays that configurations change are compared; see :func:`tiledsched.exhaustive_search`.
@@ -61,8 +61,7 @@ class remember(metaclass=CalledFirst):  # noqa: N801
         self._ours = functools.wraps(self._before)(functools.partial(exhaustive_search, check=check))
         _replace(self._before, self._ours)
         _holding.append(self)
-        if not _attached:
-            _attach(getattr(sys.modules.get("flashinfer.autotuner"), "AutoTuner", None))
+        _attach(getattr(sys.modules.get("flashinfer.autotuner"), "AutoTuner", None))
 
     def undo(self) -> None:
         """Put back what was there before; cuTile's own function once all are undone. Safe to call twice."""
@@ -95,9 +94,9 @@ def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> None:
 
 
 def _attach(tuner: Any) -> None:
-    """Have FlashInfer's tuner remember, if it has the methods that it has in release 0.7.4."""
+    """Have FlashInfer's tuner remember, if it does not yet and has the methods that it has in release 0.7.4."""
     search, keep = (getattr(tuner, name, None) for name in ("search_cache", "_cache_profile_result"))
-    if search is None or keep is None:
+    if search is None or keep is None or _attached:
         return
     read: list[None] = []
 

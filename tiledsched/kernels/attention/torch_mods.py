@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import cuda.tile as ct
@@ -87,7 +87,8 @@ ADVICE = (
     f"{', '.join(sorted(FUNCTIONS.keys() - OPERATORS.keys() | {'abs'}))}"
 )
 _plain: dict[tuple[str, int], Any] = defaultdict(weakref.WeakKeyDictionary)
-"""Argument and number of arrays -> functions that are tile code already -> the same with room for any number of arrays, or None."""
+"""Argument and number of arrays -> functions that are tile code already -> the same with room for any number of arrays, or
+None."""
 
 
 def tanh(x: Any) -> Any:
@@ -210,13 +211,8 @@ def tile_mods(score_mod: Any, mask_mod: Any, arrays: Sequence[Any] = ()) -> tupl
     return score, mask, (*arrays, *more)
 
 
-class _ArrayToCome:
+class _ArrayToCome(SimpleNamespace):
     """What stands for an array of which only the number of axes is known."""
-
-    device = "meta"
-
-    def __init__(self, rank: int) -> None:
-        self.shape = (1,) * rank
 
     def __getitem__(self, index: Any) -> _Number:
         within = index if isinstance(index, tuple) else (index,)
@@ -229,7 +225,7 @@ def in_tile_code(functions: Mapping[str, Any], ranks: Sequence[int]) -> dict[str
     Raises:
         DeclarationError: something has no translation, or a function reads other tensors than those arrays.
     """
-    arrays: list[Any] = [_ArrayToCome(rank) for rank in ranks]
+    arrays: list[Any] = [_ArrayToCome(shape=(1,) * rank, device="meta") for rank in ranks]
     found = {what: _tile_code(each, what, arrays, len(ranks))[0] for what, each in functions.items()}
     if len(arrays) > len(ranks):
         raise DeclarationError(
@@ -252,9 +248,8 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
     Raises:
         DeclarationError: it is no tile code, and has no translation.
     """
-    plain = _plain[what, count]
-    if given is None or (isinstance(given, FunctionType) and given in plain):
-        return given, given and plain[given]
+    if given is None or (isinstance(given, FunctionType) and given in _plain[what, count]):
+        return given, given and _plain[what, count][given]
     trace, parameters = _Trace(arrays), PARAMETERS[what]
     try:
         own = arrays[:count] if count and _has_room(given, len(parameters) + count) else []
@@ -271,7 +266,7 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
             raise DeclarationError(": ".join([what, *lines[-1:], f"{error}; {ADVICE}"])) from error
         code = None  # cuTile says what is wrong with it, if anything
     if isinstance(given, FunctionType) and not trace.differs:
-        plain[given] = code
+        _plain[what, count][given] = code
     return code if trace.differs else given, code
 
 
