@@ -178,7 +178,7 @@ def test_gpus_without_8_bits_leave_them_to_torch(launches):
     old = Device(arch="sm_89", name="NVIDIA GeForce RTX 4090", sm_count=128)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "device_facts", lambda index: old)
-        with pytest.raises(UnsupportedError, match="cuTile has no 8-bit floats on sm_80, sm_86, sm_89"):
+        with pytest.raises(UnsupportedError, match="cuTile has no float8_e4m3fn on sm_89"):
             ts.sdpa(**given)
         with ts.configure(fallback="torch"), pytest.warns(UserWarning, match="uses torch's attention: cuTile"):
             close(ts.sdpa(**given), right(*exact), 5e-3)

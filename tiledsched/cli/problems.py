@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tiledsched.core import errors, labels
+from tiledsched.core.config import TRUTHS
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import problems_of
-
-FLAGS = {"yes": True, "true": True, "no": False, "false": False}
 
 MOST_PROBLEMS = 10_000
 """Problems that the values of one `-p` may name."""
@@ -80,29 +79,37 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         names = labels.fields_called(kernel, key, "/" in words)
         if names is None:
             raise ConfigError(
-                f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
-                f"{', '.join(keys(kernel))}{_meant(kernel, part)}"
+                f"--problem {part!r}: write key=value{_meant(kernel, part)}; the keys of {kernel.name} are "
+                f"{', '.join(keys(kernel))}"
             )
+        if any(set(names).issuperset(each) for each in values):
+            raise ConfigError(f"--problem {part!r}: {key} is given twice; write several values as {key}=VALUE:VALUE")
         either = "$^" if spaced else ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
         values[names] = [_read_each(kernel, names, key, word.strip()) for word in re.split(either, words)]
     return values
 
 
 def _meant(kernel: KernelClass, part: str) -> str:
-    """Which part of a problem was meant by one that has no known key: `head_dims=64`, `casual`, `S4096` or `S:4096`."""
+    """Which part of a problem was meant by one that has no known key: `head_dims=64`, `casual`, `S4096` or `S:4096`; of a key
+    also what it takes."""
     key, equals, _ = part.partition("=")
     joined = re.fullmatch(r"([A-Za-z_]+):?(\d+)", part)
     if joined and joined[1] in keys(kernel):
         return f" (did you mean '{joined[1]}={joined[2]}'?)"
     words = [word for field in kernel.fields.values() if isinstance(field, Choice) for word in field.words]
     flags = [name for name, field in kernel.fields.items() if isinstance(field, Flag)]
-    return errors.did_you_mean(key, keys(kernel) if equals else (*words, *flags))
+    if not equals or not (found := errors.nearest(key, keys(kernel))):
+        return errors.did_you_mean(key, (*words, *flags))
+    try:
+        return str(_read_each(kernel, (labels.fields_called(kernel, found) or (found,))[:1], found, "?"))
+    except ConfigError as error:
+        return f" (did you mean {found!r}?); {str(error).removeprefix('--problem: ').partition(', got')[0]}"
 
 
 def _parts(text: str) -> list[str]:
     """The parts between commas or spaces. A number alone is another value of the part before it: `S=1024,2048`."""
     parts: list[str] = []
-    for part in re.split(r"\s*,\s*|\s+", text.strip()):
+    for part in re.findall(r"[^\s,]+", re.sub(r"\s*([=:])\s*", r"\1", text)):
         if parts and part.isdigit():
             parts[-1] += f",{part}"
         else:
@@ -125,7 +132,8 @@ def _read_each(kernel: KernelClass, names: Sequence[str], key: str, word: str) -
     """One value for each field: the same for all of them, or those between the slashes."""
     words = word.split("/") if "/" in word else [word] * len(names)
     if len(words) != len(names):
-        raise ConfigError(f"--problem {key}={word}: write {key}={'/'.join(names)}, or one value for all")
+        wanted = f"write {key}={'/'.join(names)}, or one value for all" if names[1:] else f"{key} takes one number"
+        raise ConfigError(f"--problem {key}={word}: {wanted}")
     return tuple(_read(kernel.fields[name], key, each) for name, each in zip(names, words, strict=True))
 
 
@@ -163,9 +171,9 @@ def _fits(values: Mapping[str, Any], wanted: Mapping[tuple[str, ...], list[tuple
 def _read(field: ProblemField, key: str, word: str) -> Any:
     try:
         if isinstance(field, Flag):
-            if word not in FLAGS:
-                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}{errors.did_you_mean(word, FLAGS)}")
-            return FLAGS[word]
+            if word.lower() not in TRUTHS:
+                raise ValueError(f"{key} must be yes or no, got {word!r}{errors.did_you_mean(word, TRUTHS)}")
+            return TRUTHS[word.lower()]
         if isinstance(field, Choice):
             return field.read(key, word)
         if isinstance(field, Sizes):

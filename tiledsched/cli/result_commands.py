@@ -32,8 +32,10 @@ from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core import errors, registry, text
 from tiledsched.core.config import INVARIANT
+from tiledsched.core.device import ARCHS
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import VERSIONED, KernelClass, Problem
+from tiledsched.core.space import missing_types
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.measure.runner import LAUNCHED, REGIMES
 from tiledsched.store.captured_calls import clear_seen
@@ -153,7 +155,9 @@ def show(
             if kernel and kernel not in known
             else ""
         )
-        note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
+        asked = known[kernel].default_problems()[:1] if kernel in known and arch in ARCHS else ()
+        missing = "".join(missing_types(each, str(arch)) for each in asked)
+        note(f"nothing {what}is tuned for {arch or 'any arch'}; {missing or f'run: tiledsched tune {words}{ships}'}")
     versioned = VERSIONED.fullmatch(kernel or "")
     if versioned and not run.json:
         _note_versions(run, versioned[1], str(kernel))

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import EXACT, INVARIANT
-from tiledsched.core.errors import SpaceError
+from tiledsched.core.device import LEAST_CAPABILITY
+from tiledsched.core.errors import NoValidScheduleError, SpaceError
 from tiledsched.core.fields import Knob
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
@@ -199,7 +200,13 @@ class SearchSpace:
         return tuple(each for each in self.constraints if not each.exploring)
 
     def constraint_values(self, problem: Problem) -> dict[str, Any]:
-        """What constraints may read apart from knobs: the problem's fields, what is derived from them, and the arch's limits."""
+        """What constraints may read apart from knobs: the problem's fields, what is derived from them, and the arch's limits.
+
+        Raises:
+            NoValidScheduleError: cuTile compiles no kernel of the problem for the arch.
+        """
+        if missing := missing_types(problem, self.arch):
+            raise NoValidScheduleError(f"no schedule works for {problem}: {missing}")
         return problem.names | dict(self.limits)
 
     def unworkable(self, schedule: Schedule, problem: Problem) -> list[str]:
@@ -523,6 +530,15 @@ class SearchSpace:
                 if found is not None:
                     return found
         return possible
+
+
+@lru_cache(maxsize=4096)
+def missing_types(problem: Problem, arch: str) -> str:
+    """Which element types of a problem cuTile does not compile for an arch, in words; empty where there are none."""
+    types = {each.dtype for each in problem.declaration.arrays(problem)}.union(map(str, problem.names.values()))
+    missing = [name for name, least in LEAST_CAPABILITY.items() if name in types and int(arch[3:]) < least]
+    todo = "choose another type, or another GPU"
+    return f"cuTile has no {' and no '.join(missing)} on {arch}; {todo}" if missing else ""
 
 
 @lru_cache(maxsize=4096)
