@@ -96,25 +96,20 @@ def _meant(kernel: KernelClass, part: str) -> str:
     joined = re.fullmatch(r"([A-Za-z_]+):?(\d+)", part)
     if joined and joined[1] in keys(kernel):
         return f" (did you mean '{joined[1]}={joined[2]}'?)"
-    words = [word for field in kernel.fields.values() if isinstance(field, Choice) for word in field.words]
-    flags = [name for name, field in kernel.fields.items() if isinstance(field, Flag)]
-    if not equals or not (found := errors.nearest(key, keys(kernel))):
-        return errors.did_you_mean(key, (*words, *flags))
-    try:
-        return str(_read_each(kernel, (labels.fields_called(kernel, found) or (found,))[:1], found, "?"))
-    except ConfigError as error:
-        return f" (did you mean {found!r}?); {str(error).removeprefix('--problem: ').partition(', got')[0]}"
+    words = {
+        name: ("yes", "no") if isinstance(field, Flag) else getattr(field, "words", ("whole numbers",))
+        for name, field in kernel.fields.items()
+    }
+    known = keys(kernel) if equals else [*keys(kernel), *itertools.chain(*words.values())]
+    takes = words.get((labels.fields_called(kernel, errors.nearest(key, known) or "") or ("",))[0], ())
+    what = f", which takes {' or '.join(filter(None, takes))}" if equals and takes else ""
+    return errors.did_you_mean(key, known) + what
 
 
 def _parts(text: str) -> list[str]:
     """The parts between commas or spaces. A number alone is another value of the part before it: `S=1024,2048`."""
-    parts: list[str] = []
-    for part in re.findall(r"[^\s,]+", re.sub(r"\s*([=:])\s*", r"\1", text)):
-        if parts and part.isdigit():
-            parts[-1] += f",{part}"
-        else:
-            parts.append(part)
-    return parts
+    text = re.sub(r"[\s,]+", ",", re.sub(r"\s*([=:])\s*", r"\1", text)).strip(",")
+    return [part for part in re.split(r",(?!\d+(?:,|$))", text) if part]
 
 
 def _alone(kernel: KernelClass, word: str) -> tuple[str, str]:
@@ -132,8 +127,10 @@ def _read_each(kernel: KernelClass, names: Sequence[str], key: str, word: str) -
     """One value for each field: the same for all of them, or those between the slashes."""
     words = word.split("/") if "/" in word else [word] * len(names)
     if len(words) != len(names):
-        wanted = f"write {key}={'/'.join(names)}, or one value for all" if names[1:] else f"{key} takes one number"
-        raise ConfigError(f"--problem {key}={word}: {wanted}")
+        several = (
+            f"{key}={'/'.join(names)}, or one value for all" if names[1:] else f"{key}=VALUE, one value without slashes"
+        )
+        raise ConfigError(f"--problem {key}={word}: write {several}")
     return tuple(_read(kernel.fields[name], key, each) for name, each in zip(names, words, strict=True))
 
 
@@ -171,14 +168,11 @@ def _fits(values: Mapping[str, Any], wanted: Mapping[tuple[str, ...], list[tuple
 def _read(field: ProblemField, key: str, word: str) -> Any:
     try:
         if isinstance(field, Flag):
-            if word.lower() not in TRUTHS:
-                raise ValueError(f"{key} must be yes or no, got {word!r}{errors.did_you_mean(word, TRUTHS)}")
-            return TRUTHS[word.lower()]
-        if isinstance(field, Choice):
-            return field.read(key, word)
+            return field.read(key, TRUTHS.get(word.lower(), word))
         if isinstance(field, Sizes):
             return field.read(key, [int(size) if size.isdigit() else size for size in re.split("[+,]", word)])
-        return field.read(key, int(word) if re.fullmatch(r"-?\d+", word) else word)
+        is_number = not isinstance(field, Choice) and re.fullmatch(r"-?\d+", word)
+        return field.read(key, int(word) if is_number else word)
     except ValueError as error:
         if isinstance(error, TiledschedError):
             raise

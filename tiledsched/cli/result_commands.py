@@ -34,8 +34,7 @@ from tiledsched.core import errors, registry, text
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.device import ARCHS
 from tiledsched.core.files import write_whole
-from tiledsched.core.problem import VERSIONED, KernelClass, Problem
-from tiledsched.core.space import missing_types
+from tiledsched.core.problem import VERSIONED, KernelClass, Problem, missing_on
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.measure.runner import LAUNCHED, REGIMES
 from tiledsched.store.captured_calls import clear_seen
@@ -155,8 +154,8 @@ def show(
             if kernel and kernel not in known
             else ""
         )
-        asked = known[kernel].default_problems()[:1] if kernel in known and arch in ARCHS else ()
-        missing = "".join(missing_types(each, str(arch)) for each in asked)
+        usual = known[kernel].default_problems()[:1] if kernel in known and arch in ARCHS else ()
+        missing = "".join(missing_on(str(arch), each) for each in usual)
         note(f"nothing {what}is tuned for {arch or 'any arch'}; {missing or f'run: tiledsched tune {words}{ships}'}")
     versioned = VERSIONED.fullmatch(kernel or "")
     if versioned and not run.json:
@@ -224,7 +223,6 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
 def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str, Any]]:
     """The files of compiled programs that ship, for which a report estimates times: nothing of them is measured."""
     from tiledsched.core import data_files
-    from tiledsched.core.device import ARCHS
     from tiledsched.store.build_files import read_builds
 
     found = []

@@ -19,10 +19,9 @@ from typing import Any, TypeAlias
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import EXACT, INVARIANT
-from tiledsched.core.device import LEAST_CAPABILITY
 from tiledsched.core.errors import NoValidScheduleError, SpaceError
 from tiledsched.core.fields import Knob
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import Problem, missing_on
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
 
@@ -205,7 +204,7 @@ class SearchSpace:
         Raises:
             NoValidScheduleError: cuTile compiles no kernel of the problem for the arch.
         """
-        if missing := missing_types(problem, self.arch):
+        if missing := missing_on(self.arch, problem):
             raise NoValidScheduleError(f"no schedule works for {problem}: {missing}")
         return problem.names | dict(self.limits)
 
@@ -530,15 +529,6 @@ class SearchSpace:
                 if found is not None:
                     return found
         return possible
-
-
-@lru_cache(maxsize=4096)
-def missing_types(problem: Problem, arch: str) -> str:
-    """Which element types of a problem cuTile does not compile for an arch, in words; empty where there are none."""
-    types = {each.dtype for each in problem.declaration.arrays(problem)}.union(map(str, problem.names.values()))
-    missing = [name for name, least in LEAST_CAPABILITY.items() if name in types and int(arch[3:]) < least]
-    todo = "choose another type, or another GPU"
-    return f"cuTile has no {' and no '.join(missing)} on {arch}; {todo}" if missing else ""
 
 
 @lru_cache(maxsize=4096)

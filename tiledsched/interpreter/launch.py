@@ -117,13 +117,13 @@ class InterpretedLaunch(DispatchMode):
                 self.uses.elements += result.array.size
             return result
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            sides = [str(each.shape) for each in args if isinstance(each, Tile)]
-            words = (
-                f"tiles of shapes {' and '.join(sides)} do not fit together; {BROADCAST}"
-                if "broadcast" in str(error) and len(sides) > 1
+            sides = " and ".join(str(each.shape) for each in args if isinstance(each, Tile))
+            what = (
+                f"tiles of shapes {sides} do not fit together; {BROADCAST}"
+                if "broadcast" in str(error) and " and " in sides
                 else error
             )
-            raise ShapeError(f"{_name(target)}: {words}") from error
+            raise ShapeError(f"{_name(target)}: {what}") from error
 
 
 def _name(target: Any) -> str:

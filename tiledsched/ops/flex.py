@@ -399,8 +399,7 @@ def _attend(
             raise UnsupportedError(NO_TRANSFORMS)
         inform_counters()
     again = q.ndim == k.ndim == v.ndim == 3
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = cast_for_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     score, mask, blocks, read = _in_tile_code(q, score_mod, mask_mod, block_mask, arrays)
     both = zip((score_mod, mask_mod, block_mask, *arrays), (score, mask, blocks, *read), strict=False)
     if again or type(arrays) is not tuple or any(one is not other for one, other in both):

@@ -13,7 +13,6 @@ import functools
 import inspect
 import traceback
 import weakref
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -86,8 +85,8 @@ ADVICE = (
     "write it with arithmetic, comparisons, elements of tensors such as bias[h, q_idx, kv_idx], and torch's "
     f"{', '.join(sorted(FUNCTIONS.keys() - OPERATORS.keys() | {'abs'}))}"
 )
-_plain: dict[tuple[str, int], Any] = defaultdict(weakref.WeakKeyDictionary)
-"""Argument and number of arrays -> functions that are tile code already -> the same with room for any number of arrays, or
+_plain = functools.cache(lambda what, count: weakref.WeakKeyDictionary[Any, Any]())
+"""Of an argument and a number of arrays: functions that are tile code already -> the same with room for any number of arrays, or
 None."""
 
 
@@ -215,8 +214,8 @@ class _ArrayToCome(SimpleNamespace):
     """What stands for an array of which only the number of axes is known."""
 
     def __getitem__(self, index: Any) -> _Number:
-        within = index if isinstance(index, tuple) else (index,)
-        return next(each.trace for each in within if isinstance(each, _Number)).element(self, index)
+        among = (index,) if isinstance(index, _Number) else index
+        return next(each.trace for each in among if isinstance(each, _Number)).element(self, index)
 
 
 def in_tile_code(functions: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
@@ -248,8 +247,8 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
     Raises:
         DeclarationError: it is no tile code, and has no translation.
     """
-    if given is None or (isinstance(given, FunctionType) and given in _plain[what, count]):
-        return given, given and _plain[what, count][given]
+    if given is None or (isinstance(given, FunctionType) and given in _plain(what, count)):
+        return given, given and _plain(what, count)[given]
     trace, parameters = _Trace(arrays), PARAMETERS[what]
     try:
         own = arrays[:count] if count and _has_room(given, len(parameters) + count) else []
@@ -266,7 +265,7 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
             raise DeclarationError(": ".join([what, *lines[-1:], f"{error}; {ADVICE}"])) from error
         code = None  # cuTile says what is wrong with it, if anything
     if isinstance(given, FunctionType) and not trace.differs:
-        _plain[what, count][given] = code
+        _plain(what, count)[given] = code
     return code if trace.differs else given, code
 
 
