@@ -87,9 +87,20 @@ def read_causal(value: Any, name: str = "causal", allowed: Mapping[Any, str | No
 
 def _read_bias(attn_mask: Any, q: Any, k: Any) -> tuple[Any, str | None]:
     """The mask tensor or, for a CausalBias, where the causal mask is aligned."""
-    if not isinstance(attn_mask, torch.Tensor):
+    if not isinstance(attn_mask, torch.Tensor) or (
+        type(attn_mask) is torch.Tensor
+        and (
+            attn_mask.device != q.device
+            or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point())
+            or any(
+                size not in (1, whole)
+                for size, whole in zip(attn_mask.shape[::-1], (k.shape[-2], q.shape[-2]), strict=False)
+            )
+        )
+    ):
         raise ProblemError(
-            f"attn_mask must be a tensor, a CausalBias, True, False or None, got {type(attn_mask).__name__}"
+            f"attn_mask must be a tensor of booleans or floating-point numbers on q's device, {q.device}, that broadcasts to "
+            f"[..., {q.shape[-2]} rows, {k.shape[-2]} keys], or a CausalBias, True, False or None, got {described(attn_mask)}"
         )
     if type(attn_mask) is torch.Tensor:
         return attn_mask, None

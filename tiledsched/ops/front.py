@@ -112,13 +112,13 @@ def takes_tensors(function: Called) -> Called:
             for name, value in given.items():
                 kind, listed = str(function.__annotations__.get(name)), isinstance(value, (tuple, list))
                 fits = listed == kind.startswith("tuple") and all(
-                    isinstance(x, Tensor) for x in (value if listed else [value])
+                    isinstance(x, Tensor) and x.layout is torch.strided for x in (value if listed else [value])
                 )
                 if "Tensor" in kind and not (
                     fits or (value is None and "None" in kind) or (isinstance(value, str) and "str" in kind)
                 ):
                     wanted = "tuple of tensors, as in arrays=(limits,)" if kind.startswith("tuple") else "torch.Tensor"
-                    raise ProblemError(f"{name} must be a {wanted}, got {type(value).__name__}") from error
+                    raise ProblemError(f"{name} must be a {wanted}, got {described(value)}") from error
             if error.__traceback__.tb_next and MISTAKES.get(type(error), "\0") in str(error):  # type: ignore[union-attr]
                 raise ProblemError(
                     f"{first_line(error)}, of {', '.join(f'{name} = {described(value)}' for name, value in given.items())}; see "
