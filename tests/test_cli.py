@@ -745,7 +745,7 @@ def test_problems_are_read_as_people_write_them() -> None:
     assert read("S=64,seq_k=128,D=32") == ["B=1 H=1 Sq=64 Sk=128 D=32 float16"]
     for text, words in {
         "H=32/8/4": "write H=heads/kv_heads, or one value",
-        "heads=4/2": "write heads=VALUE, one value without slashes",
+        "heads=4/2": "heads takes one value, without slashes",
         "hed_dim=64": r"\(did you mean 'head_dim'\?\), which takes whole numbers; the keys of attention are",
         "casual=1": r"\(did you mean 'causal'\?\), which takes yes or no",
         "algnment=x": r"\(did you mean 'alignment'\?\), which takes top_left or bottom_right",

@@ -127,10 +127,11 @@ def _read_each(kernel: KernelClass, names: Sequence[str], key: str, word: str) -
     """One value for each field: the same for all of them, or those between the slashes."""
     words = word.split("/") if "/" in word else [word] * len(names)
     if len(words) != len(names):
-        several = (
-            f"{key}={'/'.join(names)}, or one value for all" if names[1:] else f"{key}=VALUE, one value without slashes"
+        raise ConfigError(
+            f"--problem {key}={word}: write {key}={'/'.join(names)}, or one value for all"
+            if names[1:]
+            else f"--problem {key}={word}: {key} takes one value, without slashes"
         )
-        raise ConfigError(f"--problem {key}={word}: write {several}")
     return tuple(_read(kernel.fields[name], key, each) for name, each in zip(names, words, strict=True))
 
 

@@ -258,8 +258,9 @@ def described(value: Any) -> str:
     """What an argument is: type, shape and device of a tensor, or the class of anything else."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    where = value.device if value.layout is torch.strided else f"{value.device}, {value.layout}"
-    return f"{str(value.dtype).removeprefix('torch.')} {_shape(value)} on {where}"
+    return (
+        f"{str(value.dtype).removeprefix('torch.')} {_shape(value)} on {value.device}, {value.layout}"
+    ).removesuffix(", torch.strided")
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -117,10 +117,12 @@ def serve_checked(
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Under autocast, floating-point tensors cast to its dtype, but for float64, and keys and values in 8 bits; else all as they
     are, and so where one is no tensor."""
-    device = tensors[0].device.type if all(isinstance(each, torch.Tensor) for each in tensors) else ""
-    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+    if not (
+        all(isinstance(each, torch.Tensor) and each.device.type in ("cuda", "cpu") for each in tensors)
+        and torch.is_autocast_enabled(tensors[0].device.type)
+    ):
         return tensors
-    dtype, kept = torch.get_autocast_dtype(device), (torch.float64, EIGHT_BIT_DTYPE)
+    dtype, kept = torch.get_autocast_dtype(tensors[0].device.type), (torch.float64, EIGHT_BIT_DTYPE)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in kept else x for x in tensors)
 
 

@@ -229,7 +229,8 @@ def in_tile_code(functions: Mapping[str, Any], ranks: Sequence[int]) -> dict[str
     if len(arrays) > len(ranks):
         raise DeclarationError(
             f"{', '.join(functions)}: only a call of tiledsched.flex outside of torch.compile finds the tensors that a function "
-            "reads from around it; have the functions take them after their other arguments, and give them as arrays=..."
+            "reads from around it; have the functions take them after their other arguments, and for each pass an array in "
+            "arrays=..."
         )
     return found
 

@@ -553,7 +553,7 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
     anything is compiled.
 
     Raises:
-        DeclarationError: as :func:`evaluated`.
+        DeclarationError: as :func:`evaluated`; or a smaller tile makes other values, so that a schedule would decide them.
     """
     from tiledsched.interpreter.launch import element_type
     from tiledsched.interpreter.values import OutsideError, UnsupportedOperationError
@@ -561,14 +561,25 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
     rows, keys = numpy.arange(4, dtype=numpy.int32)[:, None], numpy.arange(8, dtype=numpy.int32)[None]
-    values: dict[str, Any] = {"b": 0, "h": 0} | dict.fromkeys(("score", "acc"), numpy.zeros((4, 8), numpy.float32))
+    values: dict[str, Any] = {"b": 0, "h": 0} | dict.fromkeys(
+        ("score", "acc"), numpy.linspace(-1, 2, 32, dtype=numpy.float32).reshape(4, 8)
+    )
     values |= {"q_idx": rows, "kv_idx": keys, "row": rows, "column": keys}
     for what, function in functions.items():
         given = [values[each] for each in PARAMETERS[what]]
         with contextlib.suppress(
             OutsideError, UnsupportedOperationError
         ):  # only a call knows sizes and the compiler's words
-            evaluated(strictly(function), what, *given, arrays=zeros)
+            whole = evaluated(strictly(function), what, *given, arrays=zeros)
+            corner = [each[:2, :1] if isinstance(each, numpy.ndarray) else each for each in given]
+            if not numpy.allclose(
+                whole[:2, :1], evaluated(strictly(function), what, *corner, arrays=zeros), equal_nan=True
+            ):
+                raise DeclarationError(
+                    f"{what}: {word_of(function)} returns other values for a part of a tile than for the whole, and a schedule "
+                    "chooses the tiles; make each value of its own element, row and column alone, without ct.sum, ct.max and "
+                    "others that join elements"
+                )
 
 
 def reference(
