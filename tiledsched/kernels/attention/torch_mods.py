@@ -22,8 +22,8 @@ import cuda.tile as ct
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.sources import compiled
 from tiledsched.kernels.attention.loads import load_tile
+from tiledsched.kernels.attention.options import MASK_PARAMETERS, PARAMETERS, word_of
 from tiledsched.kernels.attention.scales import LOG2_E
-from tiledsched.kernels.attention.variants import MASK_PARAMETERS, PARAMETERS, word_of
 
 SIGNS = {
     "+": "add",

@@ -37,7 +37,7 @@ from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.inputs import adversarial_case, places
-from tiledsched.kernels.attention.options import VARIANT_ARRAYS
+from tiledsched.kernels.attention.options import MASK_PARAMETERS, PARAMETERS, VARIANT_ARRAYS, word_of as word_of
 from tiledsched.kernels.attention.reference import ROWS_PER_CHUNK, attention_and_lse
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
@@ -52,14 +52,6 @@ PAIRS_AT_ONCE = 1 << 22
 """Most pairs of row and key for which a function is evaluated together; each takes about 50 bytes meanwhile."""
 WIDE_ARRAY = "Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]"
 """The type of an array of more than 2**31 - 1 elements, in the text of kernels."""
-MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
-"""What a function that hides keys is given, before the arrays."""
-PARAMETERS = {
-    **dict.fromkeys(("score_mod", "score_grad"), ("score", *MASK_PARAMETERS)),
-    **dict.fromkeys(("mask_mod", "weight_mod"), MASK_PARAMETERS),
-    "epilogue": ("acc", "row", "column"),
-}
-"""What each function of an author is given; an epilogue is one of a matrix product."""
 MODS = ("score_mod", "mask_mod", "score_grad", "weight_mod")
 """The functions of an author, as a kernel has them in `mods`; None for those that he does not give."""
 PLAIN = (bool, int, float, str, type(None))
@@ -257,11 +249,6 @@ def kernel_by_code(
         try_out(functions, arrays)
         _known[make, name] = make(name, identity, functions, arrays)
     return _known[make, name]
-
-
-def word_of(function: Any) -> str:
-    """The name of a function, or of the one that made it, or of the class of an object."""
-    return str(getattr(function, "__qualname__", type(function).__name__)).partition(".")[0].strip("_").lower()
 
 
 def check_parameters(function: Any, what: str, count: int) -> None:
