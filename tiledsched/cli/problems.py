@@ -102,8 +102,9 @@ def _meant(kernel: KernelClass, part: str) -> str:
     }
     known = keys(kernel) if equals else [*keys(kernel), *itertools.chain(*words.values())]
     takes = words.get((labels.fields_called(kernel, errors.nearest(key, known) or "") or ("",))[0], ())
-    what = f", which takes {' or '.join(filter(None, takes))}" if equals and takes else ""
-    return errors.did_you_mean(key, known) + what
+    return errors.did_you_mean(key, known) + f", which takes {' or '.join(filter(None, takes))}" * bool(
+        equals and takes
+    )
 
 
 def _parts(text: str) -> list[str]:

@@ -755,8 +755,14 @@ def missing_on(arch: str, p: Problem) -> str:
     """Which element type of a problem cuTile does not compile for an arch, in words; empty where it compiles all. Types are those
     of arrays, and all that are named by the problem's fields or derived from them."""
     types = {each.dtype for each in p.declaration.arrays(p)}.union(map(str, p.names.values()))
-    missing = [name for name, least in LEAST_CAPABILITY.items() if name in types and int(arch[3:]) < least]
-    return f"cuTile has no {missing[0]} on {arch}; choose another type, or another GPU" if missing else ""
+    return next(
+        (
+            f"cuTile has no {name} on {arch}; choose another type, or another GPU"
+            for name, least in LEAST_CAPABILITY.items()
+            if name in types and int(arch[3:]) < least
+        ),
+        "",
+    )
 
 
 @functools.lru_cache(maxsize=4096)
