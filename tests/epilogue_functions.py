@@ -1,6 +1,7 @@
 """Epilogues of an author's own, in a file, where the compiler reads them."""
 
 import cuda.tile as ct
+import torch
 
 
 def capped(acc, row, column):
@@ -11,6 +12,16 @@ def capped(acc, row, column):
 def scaled_rows(acc, row, column, rows, columns):
     """Sums, each times the number of its row and that of its column."""
     return acc * ct.gather(rows, row) * ct.gather(columns, column)
+
+
+def of_its_row(acc, row, column):
+    """Sums over those of their row that lie in one tile, which a schedule chooses."""
+    return acc / ct.sum(acc, axis=1, keepdims=True)
+
+
+def in_torchs_words(acc, row, column):
+    """The same as :func:`capped`, as torch says it."""
+    return torch.where(row == 0, column.float(), acc.clamp(-1.0, 1.0))
 
 
 def halved_by(factor):

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tiledsched import configure
-from tiledsched.core.errors import ConfigError, UnsupportedError
+from tiledsched.core.errors import ConfigError, ProblemError, UnsupportedError
 from tiledsched.core.registry import load_kernel, place_of
 from tiledsched.kernels.attention.lists import lists_kernel
 from tiledsched.kernels.attention.shipped_mods import boolean_mask
@@ -307,14 +307,27 @@ def test_a_graph_of_a_mask_of_padding_finds_its_program_loaded(own, kind) -> Non
         {"attn_mask": torch.ones(20, 33, dtype=torch.bool), "dropout_p": 1.0},
         {"attn_mask": torch.ones(20, 33, dtype=torch.bool), "softcap": 5.0},
         {"attn_mask": torch.zeros(20, 33, dtype=torch.float64)},
-        {"attn_mask": torch.zeros(20, 33, device="meta")},
-        {"attn_mask": torch.zeros(20, 32)},
         {"attn_mask": torch.zeros(1, 1, 1, 20, 33)},
     ],
 )
 def test_what_is_left_to_torch(own, change) -> None:
     with pytest.raises(UnsupportedError, match="a mask tensor is given"):
         serve.sdpa(*tensors(rows=20, keys=33), **change)
+    assert own == []
+
+
+@pytest.mark.parametrize(
+    ("mask", "got"),
+    [
+        (torch.zeros(20, 33, device="meta"), r"float32 \(20, 33\) on meta"),
+        (torch.zeros(20, 32), r"float32 \(20, 32\) on cpu"),
+        (torch.ones(2, 1, 33, 20, dtype=torch.bool), r"bool \(2, 1, 33, 20\) on cpu"),
+        (torch.zeros(20, 33, dtype=torch.int64), r"int64 \(20, 33\) on cpu"),
+    ],
+)
+def test_a_mask_that_fits_no_scores_is_refused(own, mask, got) -> None:
+    with pytest.raises(ProblemError, match=rf"that broadcasts to \[..., 20 rows, 33 keys\], .*, got {got}"):
+        serve.sdpa(*tensors(rows=20, keys=33), mask)
     assert own == []
 
 

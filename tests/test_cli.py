@@ -263,7 +263,12 @@ def test_an_old_flag_of_attention_names_the_problem(cli, flag) -> None:
     )
     named = renamed.FLAGS[flag].removeprefix("-p ").split(",")[0]
     if flag not in ("--window-right", "--page"):  # which need another beside them
-        assert read_problems(Attention, f"S=64,D=32,causal,B=1,heads=16,{named}")
+        usual = [
+            each
+            for each in ("S=64", "D=32", "causal", "B=1", "heads=16")
+            if each.partition("=")[0] != named.partition("=")[0]
+        ]
+        assert read_problems(Attention, ",".join([*usual, named]))
 
 
 @pytest.mark.parametrize(
@@ -372,7 +377,7 @@ def test_without_a_problem_the_default_suite_is_meant() -> None:
         ("sums.py:Add -p rows=many,columns=1", "rows must be a positive integer, got 'many'"),
         ("sums.py:Add -p rows=0,columns=1", "rows must be a positive integer"),
         ("sums.py:Add -p rows=1", "needs columns"),
-        ("sums.py:Add -p N=1,scaled=maybe", "scaled must be yes, true, no, false, got 'maybe'"),
+        ("sums.py:Add -p N=1,scaled=maybe", "scaled must be true or false, got 'maybe'"),
         ("sums.py:Add -p N=1,dtype=int8", "dtype must be one of float32, float16"),
         ("matmull", "'matmull' is not known here"),
         ("none.py:Add", "there is no file"),
@@ -729,8 +734,25 @@ def test_problems_are_read_as_people_write_them() -> None:
     assert read("B=2 H=32/8:28/4 Sq=2 Sk=300 D=192/128 bfloat16 causal bottom-right +lse") == [
         f"B=2 H={heads} Sq=2 Sk=300 D=192/128 bfloat16 causal bottom-right +lse" for heads in ("32/8", "28/4")
     ]
+    for flag in ("causal", "causal=1", "causal=True", "causal=on", "causal = yes", " causal=YES ,"):
+        assert read(f"S = 64, D= 32,{flag}") == ["B=1 H=1 S=64 D=32 float16 causal"]
+    assert read("S=64,D=32,causal=0,dtype = float16:bfloat16,") == [
+        "B=1 H=1 S=64 D=32 float16",
+        "B=1 H=1 S=64 D=32 bfloat16",
+    ]
+    assert read("S=64,seq_k=128,D=32") == ["B=1 H=1 Sq=64 Sk=128 D=32 float16"]
     for text, words in {
         "H=32/8/4": "write H=heads/kv_heads, or one value",
+        "heads=4/2": "heads takes one value, without slashes",
+        "hed_dim=64": r"\(did you mean 'head_dim'\?\), which takes whole numbers; the keys of attention are",
+        "casual=1": r"\(did you mean 'causal'\?\), which takes yes or no",
+        "algnment=x": r"\(did you mean 'alignment'\?\), which takes top_left or bottom_right",
+        "causal=maybe": "causal must be true or false, got 'maybe'",
+        "S=64,D=32,S=128": "'S=128': S is given twice; write several values as S=VALUE:VALUE",
+        "seq_q=64,D=32,S=128": "'S=128': S is given twice",
+        "causal,causal=no": "causal is given twice",
+        "dtype=float16,bfloat16": "'bfloat16': dtype is given twice; write several values as dtype=VALUE:VALUE",
+        "S=": "S must be a positive integer, got ''",
         "H=32/few": "must be a positive integer",
         "S=64 causl": "'causl': write key=value",
         "2048": "'2048': write key=value",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pwd
 import re
@@ -95,6 +96,18 @@ def test_knobs_are_those_of_the_search_space() -> None:
 
 
 # configure
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
+def test_blocks_of_several_threads_end_in_any_order(order) -> None:
+    before = load_settings(environ={})
+    blocks = [configure(regime="burst"), configure(tile_m=128), configure(regime="sustained")]
+    for block in blocks:
+        block.__enter__()
+    for number in order:
+        assert load_settings(environ={}) != before
+        blocks[number].__exit__()
+    assert load_settings(environ={}) == before
 
 
 def test_configure_beats_the_environment_and_is_undone(monkeypatch) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import cuda.tile as ct
@@ -70,8 +71,19 @@ def test_arrays_of_every_type_are_checked(dtype) -> None:
     assert "in Out" in message
 
 
+@pytest.fixture
+def on_b200(launches):
+    """Launches to come, on a GPU that has every type."""
+    from tiledsched.serve import process
+
+    found = replace(process.device_facts(0), arch="sm_100", name="NVIDIA B200")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "device_facts", lambda index: found)
+        yield launches
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_operators_take_every_type(launches, dtype) -> None:
+def test_operators_take_every_type(on_b200, dtype) -> None:
     torch = pytest.importorskip("torch")
     copy = ts.op(f"tiledsched_tests::copy_of_{dtype}", CopyOf, dtype=dtype)
     case = next(iter(make_cases(CopyOf, np, np.random.default_rng(0), CopyOf.problem(rows=6, columns=20, dtype=dtype))))
@@ -135,8 +147,13 @@ def test_block_scaled_products_are_right(kernel) -> None:
         kernel.problem(m=64, n=64, k=40)
 
 
+@pytest.mark.parametrize("kernel", [MXFP8, NVFP4])
+def test_check_knows_types_that_its_usual_arch_lacks(kernel) -> None:
+    assert all(row.passed for row in ts.check(kernel, schedules=1))
+
+
 @pytest.mark.parametrize("pairs", ["uint8", "float4_e2m1fn_x2"])
-def test_four_bit_numbers_come_as_bytes_or_as_torchs_pairs(launches, pairs) -> None:
+def test_four_bit_numbers_come_as_bytes_or_as_torchs_pairs(on_b200, pairs) -> None:
     torch = pytest.importorskip("torch")
     product = ts.op("tiledsched_tests::nvfp4", NVFP4)
     assert str(product.schema).startswith("(Tensor A, Tensor A_scale, Tensor B, Tensor B_scale, float alpha=1.0)")

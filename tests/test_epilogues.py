@@ -204,7 +204,17 @@ def test_functions_of_an_author(launches):
         torch.testing.assert_close(found.double(), sums * factor, **HALF)
 
 
+def test_an_epilogue_in_torchs_words_is_that_in_cutiles(launches):
+    own = ts.matmul(X, W.t(), epilogue=functions.in_torchs_words)
+    assert torch.equal(own, ts.matmul(X, W.t(), epilogue=functions.capped))
+
+
 REFUSED = {
+    "sums of a tile": (
+        lambda: ts.matmul(X, W.t(), epilogue=functions.of_its_row),
+        DeclarationError,
+        "epilogue: of_its_row returns other values for a part of a tile than for the whole",
+    ),
     "activation": (lambda: ts.matmul(X, W.t(), activation="gleu"), ProblemError, "did you mean .gelu"),
     "a word for a gate": (lambda: ts.matmul(X, W.t(), gate="both"), ProblemError, "halves"),
     "odd columns": (lambda: ts.matmul(X, W[:71].t(), gate="halves"), ProblemError, "even number of columns"),
@@ -232,7 +242,7 @@ REFUSED = {
     "arrays as one": (
         lambda: ts.matmul(X, W.t(), epilogue=functions.scaled_rows, arrays=BIAS),
         ProblemError,
-        r"arrays must be a tuple of tensors.* got Tensor",
+        r"arrays must be a tuple of tensors.* got bfloat16 \(72,\) on cpu",
     ),
     "arrays of numbers": (
         lambda: ts.matmul(X, W.t(), epilogue=functions.scaled_rows, arrays=(1.0, 2.0)),

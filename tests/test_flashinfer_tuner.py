@@ -215,6 +215,11 @@ def test_methods_are_put_back_and_another_tuner_is_left_alone(flashinfer, monkey
     with tiledsched.remember():
         assert tuner.search_cache is not before[0]
     assert (tuner.search_cache, tuner._cache_profile_result) == before
+    first, second = tiledsched.remember(), tiledsched.remember()
+    for each in (first, second):  # the first made is undone first
+        assert tuner.search_cache is not before[0]
+        each.undo()
+    assert (tuner.search_cache, tuner._cache_profile_result) == before
     monkeypatch.delattr(tuner, "_cache_profile_result")
     with tiledsched.remember():
         assert tuner.search_cache is before[0]

@@ -574,6 +574,10 @@ def mask_of_its_tile(b, h, q_idx, kv_idx):
     return ct.max(kv_idx) > q_idx
 
 
+def of_its_rows(score, b, h, q_idx, kv_idx):
+    return score / ct.sum(score, axis=0, keepdims=True)
+
+
 def by_width(score, b, h, q_idx, kv_idx):
     return score * (32 / score.shape[1])
 
@@ -589,9 +593,6 @@ def one_head(score, b, h, q_idx, kv_idx, slopes):
 @pytest.mark.parametrize(
     ("functions", "arrays", "place", "message"),
     [
-        ({"score_mod": of_its_tile}, {}, 0, "relative error"),
-        ({"mask_mod": mask_of_its_tile}, {}, 0, "relative error"),
-        ({"score_mod": by_width}, {}, 0, "relative error"),
         ({"mask_mod": outside}, DOCUMENTS, 0, "an index lies outside the shape"),
         ({"score_mod": one_head}, SLOPES, 2, f"(test_flex.py, line {one_head.__code__.co_firstlineno + 1})"),
     ],
@@ -601,6 +602,15 @@ def test_check_finds_a_mistake_in_a_function(functions, arrays, place, message):
     kernel = flex_attention(**functions, arrays=arrays)
     rows = list(ts.check(kernel, [kernel.small()[place]], schedules=4))
     assert any(message in row.message for row in rows if not row.passed)
+
+
+@pytest.mark.parametrize("function", [of_its_tile, mask_of_its_tile, by_width, of_its_rows])
+def test_a_function_whose_values_depend_on_the_tile_is_refused(function):
+    what = "score_mod" if "score" in function.__code__.co_varnames else "mask_mod"
+    with pytest.raises(
+        DeclarationError, match=f"{what}: {function.__name__.strip('_')} returns other values for a part"
+    ):
+        flex_attention(**{what: function})
 
 
 def misspelt(score, b, h, q_idx, kv_idx, slopes):
@@ -623,6 +633,10 @@ def of_wrong_shape(score, b, h, q_idx, kv_idx, slopes):
     return score + ct.zeros((16, 16), ct.float32)
 
 
+def of_one_number(score, b, h, q_idx, kv_idx, slopes):
+    return score + q_idx.item()
+
+
 def returns_nothing(score, b, h, q_idx, kv_idx, slopes):
     score + 1.0
 
@@ -641,9 +655,10 @@ def returns_numbers(b, h, q_idx, kv_idx, documents):
         (misspelt, misspelt, "module 'cuda.tile' has no attribute 'gathr' (did you mean 'gather'?)"),
         (through_another, inner, "has no attribute 'expp'"),
         (of_wrong_count, of_wrong_count, "has 2 axes; got 3 indices"),
-        (of_wrong_shape, of_wrong_shape, "shape"),
+        (of_wrong_shape, of_wrong_shape, "do not fit together; counted from the last axis, sides must be equal or 1"),
+        (of_one_number, of_one_number, "a tile of shape (4, 1) was used where one number is needed"),
         (returns_nothing, None, "expected a tile or a number, got NoneType"),
-        (returns_other_shape, None, "could not be broadcast"),
+        (returns_other_shape, None, "it must return a tile that broadcasts to (4, 8), got "),
         (returns_numbers, None, "must return booleans, as comparisons do, got int32"),
     ],
 )

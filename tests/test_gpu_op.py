@@ -7,7 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("forgotten"),
+]
 
 import op_kernels as kernels
 from on_gpu import captured
@@ -24,14 +28,6 @@ scale_ = ts.op("tiledsched_gpu_tests::scale_", kernels.Scale)
 total = ts.op("tiledsched_gpu_tests::total", kernels.Total)
 add_groups = ts.op("tiledsched_gpu_tests::add_groups", kernels.AddGroups)
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch, tmp_path):
-    monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
-    process.forget_kernels()
-    yield
-    process.forget_kernels()
 
 
 def made(rows=64, columns=1000, dtype=torch.float16):

@@ -17,7 +17,9 @@ import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import errors, registry
+from tiledsched.core.problem import missing_on
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 
 FILE = """import cuda.tile as ct
@@ -373,6 +375,54 @@ def test_a_misspelt_word_of_a_command_is_answered_by_the_one_that_was_meant(
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "x.db"))
     written(tmp_path)
     assert words in cli(line.split(), code=0 if line == "show atention" else 2).err
+
+
+IN_EIGHT_BITS = [
+    "scaled_matmul -p m=64,n=64,k=64",
+    "attention -p S=64,D=64,kv8=head",
+    "rms_norm_quantized -p rows=64,columns=64",
+    "matmul_epilogue -p m=64,n=64,k=64,out_dtype=float8_e4m3fn",
+]
+
+
+@pytest.mark.parametrize("problem", IN_EIGHT_BITS)
+@pytest.mark.parametrize("command", ["explain", "tune", "check", "warmup -o x.bundle", "bake", "record --build-only"])
+def test_what_an_arch_cannot_compute_is_said_by_one_sentence(command, problem, home, monkeypatch, cli) -> None:
+    monkeypatch.chdir(home)
+    said = cli([*command.split(), *problem.split(), "--arch", "sm_86"], code=1).err
+    words = "no schedule works for .*: cuTile has no float8_e4m3fn on sm_86; choose another type, or another GPU$"
+    assert re.search(words, said.strip())
+
+
+def test_types_that_only_newer_archs_have(own_names) -> None:  # noqa: F811
+    class Scaled(ts.Kernel):
+        n = ts.dim()
+        X, Out = ts.array("n", dtype="float8_e8m0fnu"), ts.out("n", dtype="float32")
+        knobs = {"TILE": [64]}
+
+        def function(X, Out, TILE: ct.Constant[int]):
+            ct.store(Out, (ct.bid(0),), ct.load(X, (ct.bid(0),), (TILE,)).astype(ct.float32))
+
+        def grid(p, s, device):
+            return (-(-p.n // s["TILE"]),)
+
+        def reference(xp, X):
+            return X
+
+    p = Scaled.problem(n=64)
+    assert missing_on("sm_90", p) == "cuTile has no float8_e8m0fnu on sm_90; choose another type, or another GPU"
+    assert missing_on("sm_100", p) == missing_on("sm_121", p) == ""
+    with pytest.raises(errors.NoValidScheduleError, match="cuTile has no float8_e8m0fnu on sm_90"):
+        space_for("sm_90", Scaled).default(p)
+    assert space_for("sm_100", Scaled).default(p)["TILE"] == 64
+
+
+def test_what_cannot_be_tuned_is_not_offered(cli, home) -> None:
+    said = cli("show scaled_matmul --arch sm_86").err
+    assert (
+        "nothing of scaled_matmul is tuned for sm_86; cuTile has no float8_e4m3fn on sm_86; choose another type" in said
+    )
+    assert "run: tiledsched tune scaled_matmul" in cli("show scaled_matmul --arch sm_121").err
 
 
 @pytest.mark.parametrize(

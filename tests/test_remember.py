@@ -751,6 +751,19 @@ def test_remember_puts_it_in_place_and_takes_it_away(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
+def test_what_holds_several_times_is_undone_in_any_order(order):
+    from cuda.tile import tune
+
+    before = tune.exhaustive_search
+    made = [tiledsched.remember(check=bool(number)) for number in range(3)]
+    for count, number in enumerate(order, 1):
+        made[number].undo()
+        made[number].undo()
+        holding = [each._ours for each in made if each not in [made[other] for other in order[:count]]]
+        assert tune.exhaustive_search is (holding[-1] if holding else before)
+
+
 def test_an_edited_kernel_is_another_and_a_program_runs_under_remember(tmp_path):
     """In processes of their own: `python -m tiledsched.remember` runs a program that cannot be edited."""
     (tmp_path / "fake_machine.py").symlink_to(os.path.join(os.path.dirname(__file__), "fake_machine.py"))
@@ -799,7 +812,9 @@ def remembers_no_more():
 
     before = tune.exhaustive_search
     yield
-    replacing._replace(tune.exhaustive_search, before)
+    for each in [*replacing._holding]:
+        each.undo()
+    assert tune.exhaustive_search is before
 
 
 TELLS = """

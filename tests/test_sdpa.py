@@ -106,7 +106,10 @@ def test_contradictions_are_refused(given, words) -> None:
     ("change", "words"),
     [
         (lambda q, k, v: (q.numpy(), k, v), "q must be a torch.Tensor, got ndarray"),
-        (lambda q, k, v: (q[0, 0, 0], k, v), r"q must be \[batch, heads, rows, head_dim\], got 1 axes"),
+        (
+            lambda q, k, v: (q[0, 0, 0], k, v),
+            r"q must be a torch.Tensor, got float16 \(16,\) on cpu; .* dense floating-point tensors \[batch, heads",
+        ),
         (lambda q, k, v: (q, k.float(), v), "q, k and v must have one dtype, got torch.float16, torch.float32"),
         (lambda q, k, v: (q, k.to("meta"), v), "q, k and v must be on one device, got cpu, meta, cpu"),
         (lambda q, k, v: (q[..., :8], k, v), "q and k must agree in head_dim"),
@@ -373,7 +376,6 @@ def test_arguments_left_to_torch(launches, given, words) -> None:
         (lambda x: x.repeat(1, 1, 1, 20), "head_dim 320 is above 256"),
         (lambda x: x[:, :, :0], "a tensor is empty"),
         (lambda x: x[None], "q, k and v have 5, 5 and 5 axes"),
-        (lambda x: x[0, 0], "q, k and v have 2, 2 and 2 axes"),
     ],
 )
 def test_tensors_left_to_torch(launches, change, words) -> None:

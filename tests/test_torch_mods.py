@@ -153,6 +153,44 @@ def test_a_function_means_what_torch_means(name):
         torch.testing.assert_close(found, by_torch(name), rtol=1e-12, atol=1e-12)
 
 
+def of_own_ids(b, h, q_idx, kv_idx, ids):
+    return torch.logical_and(ids[b, q_idx] == ids[b, kv_idx], q_idx >= kv_idx)
+
+
+@pytest.mark.parametrize("name", ["window", "dilated", "neighbourhood", "softcap", "checkerboard"])
+def test_a_kernel_that_is_declared_is_that_of_calls(name):
+    score_mod, mask_mod = MODS[name]
+    assert ts.flex_attention(score_mod=score_mod, mask_mod=mask_mod) is variant(*tile_mods(score_mod, mask_mod)[:2], ())
+
+
+def test_arrays_that_are_declared_are_read_by_brackets():
+    with pytest.raises(DeclarationError, match="mask_mod must take"):
+        ts.flex_attention(mask_mod=of_own_ids)  # which does not keep it from being understood with its array
+    mask_mod = tile_mods(None, of_own_ids, (IDS,))[1]
+    found = ts.flex_attention(mask_mod=of_own_ids, arrays={"ids": ts.array("batch seq_k", dtype="int64")})
+    assert found is variant(None, mask_mod, [(2, "int64")])
+
+
+@pytest.mark.parametrize("name", ["documents", "relative bias", "slopes and documents"])
+def test_tensors_around_a_declared_function_are_refused(name):
+    score_mod, mask_mod = MODS[name]
+    with pytest.raises(DeclarationError, match="have the functions take them after their other arguments"):
+        ts.flex_attention(score_mod=score_mod, mask_mod=mask_mod)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_functions_that_read_the_arrays_alone_are_compiled_whole(launches):
+    q, k, v = tensors(batch=2, heads=HEADS, kv_heads=HEADS, rows=KEYS, columns=16)
+    call = lambda q, k, v, ids: ts.flex(q, k, v, MODS["softcap"][0], of_own_ids, arrays=(ids,))  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, IDS), call(q, k, v, IDS))
+    mask_mod = documents(IDS)
+    around = torch.compile(lambda q, k, v: ts.flex(q, k, v, mask_mod=mask_mod), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="have the functions take them after their other arguments"):
+        around(q, k, v)
+
+
 @pytest.mark.usefixtures("fresh")
 def test_the_kernel_is_given_the_tensors_of_each_call(launches):
     """In the interpreter; the second call, with functions made anew and other tensors, launches the same kernels."""

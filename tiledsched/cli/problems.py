@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tiledsched.core import errors, labels
+from tiledsched.core.config import TRUTHS
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import problems_of
-
-FLAGS = {"yes": True, "true": True, "no": False, "false": False}
 
 MOST_PROBLEMS = 10_000
 """Problems that the values of one `-p` may name."""
@@ -80,34 +79,38 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         names = labels.fields_called(kernel, key, "/" in words)
         if names is None:
             raise ConfigError(
-                f"--problem {part!r}: write key=value; the keys of {kernel.name} are "
-                f"{', '.join(keys(kernel))}{_meant(kernel, part)}"
+                f"--problem {part!r}: write key=value{_meant(kernel, part)}; the keys of {kernel.name} are "
+                f"{', '.join(keys(kernel))}"
             )
+        if any(set(names).issuperset(each) for each in values):
+            raise ConfigError(f"--problem {part!r}: {key} is given twice; write several values as {key}=VALUE:VALUE")
         either = "$^" if spaced else ":" if isinstance(kernel.fields[names[0]], Sizes) else "[:,]"
         values[names] = [_read_each(kernel, names, key, word.strip()) for word in re.split(either, words)]
     return values
 
 
 def _meant(kernel: KernelClass, part: str) -> str:
-    """Which part of a problem was meant by one that has no known key: `head_dims=64`, `casual`, `S4096` or `S:4096`."""
+    """Which part of a problem was meant by one that has no known key: `head_dims=64`, `casual`, `S4096` or `S:4096`; of a key
+    also what it takes."""
     key, equals, _ = part.partition("=")
     joined = re.fullmatch(r"([A-Za-z_]+):?(\d+)", part)
     if joined and joined[1] in keys(kernel):
         return f" (did you mean '{joined[1]}={joined[2]}'?)"
-    words = [word for field in kernel.fields.values() if isinstance(field, Choice) for word in field.words]
-    flags = [name for name, field in kernel.fields.items() if isinstance(field, Flag)]
-    return errors.did_you_mean(key, keys(kernel) if equals else (*words, *flags))
+    words = {
+        name: ("yes", "no") if isinstance(field, Flag) else getattr(field, "words", ("whole numbers",))
+        for name, field in kernel.fields.items()
+    }
+    known = keys(kernel) if equals else [*keys(kernel), *itertools.chain(*words.values())]
+    takes = words.get((labels.fields_called(kernel, errors.nearest(key, known) or "") or ("",))[0], ())
+    return errors.did_you_mean(key, known) + f", which takes {' or '.join(filter(None, takes))}" * bool(
+        equals and takes
+    )
 
 
 def _parts(text: str) -> list[str]:
     """The parts between commas or spaces. A number alone is another value of the part before it: `S=1024,2048`."""
-    parts: list[str] = []
-    for part in re.split(r"\s*,\s*|\s+", text.strip()):
-        if parts and part.isdigit():
-            parts[-1] += f",{part}"
-        else:
-            parts.append(part)
-    return parts
+    text = re.sub(r"[\s,]+", ",", re.sub(r"\s*([=:])\s*", r"\1", text)).strip(",")
+    return [part for part in re.split(r",(?!\d+(?:,|$))", text) if part]
 
 
 def _alone(kernel: KernelClass, word: str) -> tuple[str, str]:
@@ -125,7 +128,11 @@ def _read_each(kernel: KernelClass, names: Sequence[str], key: str, word: str) -
     """One value for each field: the same for all of them, or those between the slashes."""
     words = word.split("/") if "/" in word else [word] * len(names)
     if len(words) != len(names):
-        raise ConfigError(f"--problem {key}={word}: write {key}={'/'.join(names)}, or one value for all")
+        raise ConfigError(
+            f"--problem {key}={word}: write {key}={'/'.join(names)}, or one value for all"
+            if names[1:]
+            else f"--problem {key}={word}: {key} takes one value, without slashes"
+        )
     return tuple(_read(kernel.fields[name], key, each) for name, each in zip(names, words, strict=True))
 
 
@@ -163,14 +170,11 @@ def _fits(values: Mapping[str, Any], wanted: Mapping[tuple[str, ...], list[tuple
 def _read(field: ProblemField, key: str, word: str) -> Any:
     try:
         if isinstance(field, Flag):
-            if word not in FLAGS:
-                raise ValueError(f"{key} must be {', '.join(FLAGS)}, got {word!r}{errors.did_you_mean(word, FLAGS)}")
-            return FLAGS[word]
-        if isinstance(field, Choice):
-            return field.read(key, word)
+            return field.read(key, TRUTHS.get(word.lower(), word))
         if isinstance(field, Sizes):
             return field.read(key, [int(size) if size.isdigit() else size for size in re.split("[+,]", word)])
-        return field.read(key, int(word) if re.fullmatch(r"-?\d+", word) else word)
+        is_number = not isinstance(field, Choice) and re.fullmatch(r"-?\d+", word)
+        return field.read(key, int(word) if is_number else word)
     except ValueError as error:
         if isinstance(error, TiledschedError):
             raise

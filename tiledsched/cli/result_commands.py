@@ -32,8 +32,9 @@ from tiledsched.cli.output import note, print_explained, print_next
 from tiledsched.cli.problems import matching, named_problems
 from tiledsched.core import data_files, errors, registry, text
 from tiledsched.core.config import INVARIANT
+from tiledsched.core.device import ARCHS
 from tiledsched.core.files import write_whole
-from tiledsched.core.problem import VERSIONED, KernelClass, Problem
+from tiledsched.core.problem import VERSIONED, KernelClass, Problem, missing_on
 from tiledsched.measure.nvml import UNNAMED
 from tiledsched.measure.runner import LAUNCHED, REGIMES
 from tiledsched.store.captured_calls import clear_seen
@@ -154,7 +155,9 @@ def show(
             if kernel and kernel not in known
             else ""
         )
-        note(f"nothing {what}is tuned for {arch or 'any arch'}; run: tiledsched tune {words}{ships}")
+        usual = known[kernel].default_problems()[:1] if kernel in known and arch in ARCHS else ()
+        missing = "".join(missing_on(str(arch), each) for each in usual)
+        note(f"nothing {what}is tuned for {arch or 'any arch'}; {missing or f'run: tiledsched tune {words}{ships}'}")
     versioned = VERSIONED.fullmatch(kernel or "")
     if versioned and not run.json:
         _note_versions(run, versioned[1], str(kernel))
@@ -217,7 +220,6 @@ def _show_landscapes(run: Invocation, kernel: str | None, arch: str | None) -> N
 
 def _modelled_landscapes(kernel: str | None, arch: str | None) -> list[dict[str, Any]]:
     """The files of compiled programs that ship, for which a report estimates times: nothing of them is measured."""
-    from tiledsched.core.device import ARCHS
     from tiledsched.store.build_files import read_builds
 
     found = []

@@ -121,6 +121,20 @@ class CalledFirst(type):
     def __exit__(cls, *error: object) -> None: ...
 
 
+def take_off(holding: list[Any], change: Any) -> bool:
+    """Take a change that ends off the list of those that hold, in whatever order they end. Whether it was the latest, so that
+    what was before it is put back; else the next later one takes over what was before."""
+    place = holding.index(change)
+    del holding[place]
+    if place < len(holding):
+        holding[place]._before = change._before
+    return place == len(holding)
+
+
+_entered: list[configure] = []
+"""Blocks of `configure` that hold, the latest last; those of several threads end in any order."""
+
+
 class configure(metaclass=CalledFirst):  # noqa: N801
     """Set settings and knobs for this process: at once, and until the end of the block where used as a context manager.
 
@@ -139,10 +153,11 @@ class configure(metaclass=CalledFirst):  # noqa: N801
         _replace_configured(after)
 
     def __enter__(self) -> None:
-        return None
+        _entered.append(self)
 
     def __exit__(self, *error: object) -> None:
-        _replace_configured(self._before)
+        if take_off(_entered, self):
+            _replace_configured(self._before)
 
 
 def _replace_configured(values: Mapping[str, Any]) -> None:

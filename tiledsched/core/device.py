@@ -196,8 +196,14 @@ def arch_limits(arch: str) -> dict[str, int]:
     }
 
 
-WITHOUT_EIGHT_BITS = tuple(arch for arch, spec in ARCHS.items() if not spec.producer_warps)
-"""Archs for which cuTile (1.7) compiles no 8-bit floats: those before sm_90."""
+LEAST_CAPABILITY = {
+    "float8_e4m3fn": 90,
+    "float8_e5m2": 90,
+    "float8_e8m0fnu": 100,
+    "float4_e2m1fn": 100,
+    "float8_e5m3fnu": 107,
+}
+"""Element type -> the least compute capability for which cuTile (1.7) compiles it; any for types that are not listed."""
 DEVICES = {
     spec.device: spec
     for spec in (

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from tiledsched.core.arrays import ArraySpec, Tolerance
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
+from tiledsched.core.device import LEAST_CAPABILITY
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, did_you_mean
 from tiledsched.core.fields import ArrayField, Dim, Knob, Preparation, ProblemField, Scalar, Value, knob
 from tiledsched.core.integers import Integers
@@ -747,6 +748,21 @@ def _input_shapes(kernel: KernelClass) -> dict[str, list[tuple[str, ...]]]:
         if each.role != "in" or len(words) < 2 or each.layout not in kernel.fields:
             others.add(each.layout)
     return {layout: shapes for layout, shapes in found.items() if layout not in others}
+
+
+@functools.lru_cache(maxsize=4096)
+def missing_on(arch: str, p: Problem) -> str:
+    """Which element type of a problem cuTile does not compile for an arch, in words; empty where it compiles all. Types are those
+    of arrays, and all that are named by the problem's fields or derived from them."""
+    types = {each.dtype for each in p.declaration.arrays(p)}.union(map(str, p.names.values()))
+    return next(
+        (
+            f"cuTile has no {name} on {arch}; choose another type, or another GPU"
+            for name, least in LEAST_CAPABILITY.items()
+            if name in types and int(arch[3:]) < least
+        ),
+        "",
+    )
 
 
 @functools.lru_cache(maxsize=4096)

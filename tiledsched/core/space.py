@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.config import EXACT, INVARIANT
-from tiledsched.core.errors import SpaceError
+from tiledsched.core.errors import NoValidScheduleError, SpaceError
 from tiledsched.core.fields import Knob
 from tiledsched.core.groups import nested
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import Problem, missing_on
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import KnobValue, Schedule
 
@@ -200,7 +200,13 @@ class SearchSpace:
         return tuple(each for each in self.constraints if not each.exploring)
 
     def constraint_values(self, problem: Problem) -> dict[str, Any]:
-        """What constraints may read apart from knobs: the problem's fields, what is derived from them, and the arch's limits."""
+        """What constraints may read apart from knobs: the problem's fields, what is derived from them, and the arch's limits.
+
+        Raises:
+            NoValidScheduleError: cuTile compiles no kernel of the problem for the arch.
+        """
+        if missing := missing_on(self.arch, problem):
+            raise NoValidScheduleError(f"no schedule works for {problem}: {missing}")
         return problem.names | dict(self.limits)
 
     def unworkable(self, schedule: Schedule, problem: Problem) -> list[str]:

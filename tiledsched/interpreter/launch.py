@@ -43,6 +43,8 @@ DispatchMode: Any = load_dispatch_mode()
 Grid = int | tuple[int, ...]
 BlockOrder = int | typing.Literal["forward", "reversed"]
 """The order in which blocks run: an integer is the seed of a random one. A right kernel gives the same in each."""
+BROADCAST = "counted from the last axis, sides must be equal or 1; write rows[:, None] and columns[None, :] for tiles of one axis"
+"""What to do about tiles of shapes that do not fit together."""
 Undetermined = typing.Literal["nan", "zero"]
 """What padding of mode `UNDETERMINED` holds: NaN (the largest value of a type without one), so that a kernel which uses
 it shows; or zero, with which CUDA's tensor maps fill what lies outside by default."""
@@ -116,7 +118,13 @@ class InterpretedLaunch(DispatchMode):
                 self.uses.elements += result.array.size
             return result
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise ShapeError(f"{_name(target)}: {error}") from error
+            sides = " and ".join(str(each.shape) for each in args if isinstance(each, Tile))
+            what = (
+                f"tiles of shapes {sides} do not fit together; {BROADCAST}"
+                if "broadcast" in str(error) and " and " in sides
+                else error
+            )
+            raise ShapeError(f"{_name(target)}: {what}") from error
 
 
 def _name(target: Any) -> str:
@@ -221,6 +229,10 @@ def evaluate(function: Any, *values: Any, arrays: Sequence[Any] = ()) -> np.ndar
         read = [_argument(f"array {i}", to_host(array), (), launch) for i, array in enumerate(arrays)]
         found = shapes.as_tile(with_tile_builtins(function)(*tiles, *read)).array
         shape, whole = (np.broadcast_shapes(*map(np.shape, each)) for each in (given, [tile.array for tile in tiles]))
+        if found.ndim > len(whole) or any(
+            a not in (1, b) for a, b in zip(found.shape[::-1], whole[::-1], strict=False)
+        ):
+            raise ShapeError(f"it must return a tile that broadcasts to {whole}, got {found.shape}; {BROADCAST}")
         return np.broadcast_to(found, whole)[tuple(map(slice, shape))]
 
 

@@ -105,7 +105,7 @@ class Tile(ct.Tile):
 
     def item(self) -> Tile:
         """The tile's one element as a tile of shape ()."""
-        return Tile(self.array.reshape(()), self._dtype)
+        return Tile(self.array.reshape(()) if self.array.size == 1 else self.scalar(), self._dtype)
 
     def scalar(self) -> Any:
         """The Python number in a tile of shape ()."""

@@ -87,9 +87,20 @@ def read_causal(value: Any, name: str = "causal", allowed: Mapping[Any, str | No
 
 def _read_bias(attn_mask: Any, q: Any, k: Any) -> tuple[Any, str | None]:
     """The mask tensor or, for a CausalBias, where the causal mask is aligned."""
-    if not isinstance(attn_mask, torch.Tensor):
+    if not isinstance(attn_mask, torch.Tensor) or (
+        type(attn_mask) is torch.Tensor
+        and (
+            attn_mask.device != q.device
+            or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point())
+            or any(
+                size not in (1, whole)
+                for size, whole in zip(attn_mask.shape[::-1], (k.shape[-2], q.shape[-2]), strict=False)
+            )
+        )
+    ):
         raise ProblemError(
-            f"attn_mask must be a tensor, a CausalBias, True, False or None, got {type(attn_mask).__name__}"
+            f"attn_mask must be a tensor of booleans or floating-point numbers on q's device, {q.device}, that broadcasts to "
+            f"[..., {q.shape[-2]} rows, {k.shape[-2]} keys], or a CausalBias, True, False or None, got {described(attn_mask)}"
         )
     if type(attn_mask) is torch.Tensor:
         return attn_mask, None
@@ -116,10 +127,16 @@ def check_tensors(q: Any, k: Any, v: Any, *, eight_bits: bool = False) -> None:
         ProblemError: not tensors, or on several devices, of several dtypes, or of shapes that do not fit together.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ProblemError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.ndim < 2:
-            raise ProblemError(f"{name} must be [batch, heads, rows, head_dim], got {tensor.ndim} axes")
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.ndim < 2
+            or tensor.layout is not torch.strided
+            or not tensor.is_floating_point()
+        ):
+            raise ProblemError(
+                f"{name} must be a torch.Tensor, got {described(tensor)}; attention takes dense floating-point tensors [batch, "
+                "heads, rows, head_dim]"
+            )
     if k.device != q.device or v.device != q.device:
         raise ProblemError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if eight_bits and (k.dtype, v.dtype) != (EIGHT_BIT_DTYPE, EIGHT_BIT_DTYPE):
@@ -163,18 +180,20 @@ def check_array(name: str, given: Any, axes: str, sizes: tuple[int | None, ...],
     Raises:
         ProblemError: it is something else.
     """
-    kind = "an integer" if whole else "a floating-point"
-    shape = _shape(given) if isinstance(given, torch.Tensor) else ()
-    fits = len(shape) == len(sizes) and all(
-        size == wanted or (size > 0 and wanted is None) for size, wanted in zip(shape, sizes, strict=True)
+    fits = (
+        isinstance(given, torch.Tensor)
+        and given.layout is torch.strided
+        and given.ndim == len(sizes)
+        and all(
+            size == wanted or (size > 0 and wanted is None) for size, wanted in zip(given.shape, sizes, strict=True)
+        )
+        and given.device == q.device
+        and given.is_floating_point() != whole
+        and not (given.is_complex() or given.dtype == torch.bool)
     )
     if not fits:
-        got = shape if isinstance(given, torch.Tensor) else type(given).__name__
-        raise ProblemError(f"{name} must be {kind} tensor [{axes}], got {got}")
-    if given.device != q.device:
-        raise ProblemError(f"{name} must be on q's device, {q.device}, got {given.device}")
-    if given.is_floating_point() == whole or given.is_complex() or given.dtype == torch.bool:
-        raise ProblemError(f"{name} must be {kind} tensor [{axes}], got {given.dtype}")
+        kind = "an integer" if whole else "a floating-point"
+        raise ProblemError(f"{name} must be {kind} tensor [{axes}] on q's device, {q.device}, got {described(given)}")
 
 
 def heads_grouped(q: Any, k: Any, v: Any) -> bool:
@@ -217,7 +236,7 @@ def unserved(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float) -> str:
     if q.dtype not in (*DTYPES, EIGHT_BIT_DTYPE):
         return f"dtype {q.dtype} is not served; use torch.float16 or torch.bfloat16"
     if not q.ndim == k.ndim == v.ndim == 4:
-        return f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} axes; the kernel takes 4, or 3 of each"
+        return f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} axes; the kernel takes 4, 3 or 2 of each"
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         return "the batch of q, k and v differs; torch broadcasts it"
     if not heads_grouped(q, k, v):
@@ -233,6 +252,15 @@ def needs_gradients(q: Any, k: Any, v: Any, sinks: Any = None) -> bool:
     """Whether the result must be differentiable."""
     needed = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     return torch.is_grad_enabled() and needed
+
+
+def described(value: Any) -> str:
+    """What an argument is: type, shape and device of a tensor, or the class of anything else."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return (
+        f"{str(value.dtype).removeprefix('torch.')} {_shape(value)} on {value.device}, {value.layout}"
+    ).removesuffix(", torch.strided")
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

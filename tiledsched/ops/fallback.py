@@ -184,7 +184,7 @@ def attend_visible(
     if visible is not None:  # a key that no row sees may hold anything, and 0 times NaN is NaN
         unseen = ~visible.any(dim=-2)[..., None]
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    if k.ndim > 2 and q.shape[-3] != k.shape[-3] > 1 and heads_grouped(q, k, k):
+    if min(q.ndim, k.ndim) > 2 and q.shape[-3] != k.shape[-3] > 1 and heads_grouped(q, k, k):
         k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], dim=-3) for each in (k, v))
     scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale)
     if features.softcap:
@@ -255,7 +255,7 @@ def _attend_varlen(
         dropout_p, causal, scale: as for `sdpa`; bottom_right aligns the mask with each sequence's own keys.
         features: say where everything lies. Lengths of the longest sequence that are missing are read from the device.
     """
-    if not k.numel():  # no row sees a key
+    if not k.numel() or not q.numel():  # no row sees a key
         lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         lse = lse if features.sinks is None else features.sinks.float()[:, None].expand(lse.shape)
         return q.new_zeros((*q.shape[:3], v.shape[3])), lse

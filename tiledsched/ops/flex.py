@@ -110,8 +110,8 @@ def flex(
     tuples and functions it may use; or be a frozen dataclass with `__call__`. What it reads from around it is read at its first
     call. New contents of arrays compile nothing.
 
-    A function in the words of torch's FlexAttention is taken, too, except under torch.compile. The tensors that it reads by
-    brackets become arrays of the call; it is read anew in each call, on the host.
+    A function in the words of torch's FlexAttention is taken, too. The tensors that it reads by brackets become arrays of the
+    call; it is read anew in each call, on the host. Under torch.compile it reads none but those in `arrays`.
 
     Args:
         q: `[batch, heads, seq_q, head_dim]` CUDA tensor, float16 or bfloat16; any strides; head_dim up to 256. Or
@@ -399,8 +399,7 @@ def _attend(
             raise UnsupportedError(NO_TRANSFORMS)
         inform_counters()
     again = q.ndim == k.ndim == v.ndim == 3
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = cast_for_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     score, mask, blocks, read = _in_tile_code(q, score_mod, mask_mod, block_mask, arrays)
     both = zip((score_mod, mask_mod, block_mask, *arrays), (score, mask, blocks, *read), strict=False)
     if again or type(arrays) is not tuple or any(one is not other for one, other in both):

@@ -10,12 +10,17 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from tiledsched.core.errors import ProblemError, UnsupportedError
+from tiledsched.core.errors import ProblemError, UnsupportedError, first_line
 from tiledsched.core.registry import SHIPPED, kernel_named
 from tiledsched.kernels.epilogues import ACTIVATIONS, ARRAYS, E4M3, read_call
+from tiledsched.ops.arguments import described
 from tiledsched.serve import process
 
 Called = TypeVar("Called", bound=Callable[..., Any])
+MISTAKES = dict.fromkeys((TypeError, ValueError, IndexError, AttributeError, NotImplementedError), "") | {
+    RuntimeError: "Expected a value of type"
+}
+"""Errors that follow from arguments which are not what a function takes -> the words that say so."""
 GRADIENTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {}
 """Kernel -> the function that gives its operator, which is pinned to some values, a gradient. The front of a kernel sets it. A
 kernel without one whose gradient ships as `NAME_backward` has that gradient."""
@@ -94,8 +99,8 @@ def _word(kernel: str, pinned: dict[str, Any]) -> str:
 
 
 def takes_tensors(function: Called) -> Called:
-    """A public function of a kernel that says which argument is no tensor, in place of the error that follows from it. A call
-    with tensors checks nothing.
+    """A public function of a kernel that says which argument is no tensor, or else what all of them are, in place of the error
+    that follows from it. A call without an error checks nothing.
     """
 
     @functools.wraps(function)
@@ -103,16 +108,22 @@ def takes_tensors(function: Called) -> Called:
         try:
             return function(*arguments, **named)
         except Exception as error:
-            for name, value in [*zip(inspect.signature(function).parameters, arguments, strict=False), *named.items()]:
+            given = {**dict(zip(inspect.signature(function).parameters, arguments, strict=False)), **named}
+            for name, value in given.items():
                 kind, listed = str(function.__annotations__.get(name)), isinstance(value, (tuple, list))
                 fits = listed == kind.startswith("tuple") and all(
-                    isinstance(x, Tensor) for x in (value if listed else [value])
+                    isinstance(x, Tensor) and x.layout is torch.strided for x in (value if listed else [value])
                 )
                 if "Tensor" in kind and not (
                     fits or (value is None and "None" in kind) or (isinstance(value, str) and "str" in kind)
                 ):
                     wanted = "tuple of tensors, as in arrays=(limits,)" if kind.startswith("tuple") else "torch.Tensor"
-                    raise ProblemError(f"{name} must be a {wanted}, got {type(value).__name__}") from error
+                    raise ProblemError(f"{name} must be a {wanted}, got {described(value)}") from error
+            if error.__traceback__.tb_next and MISTAKES.get(type(error), "\0") in str(error):  # type: ignore[union-attr]
+                raise ProblemError(
+                    f"{first_line(error)}, of {', '.join(f'{name} = {described(value)}' for name, value in given.items())}; see "
+                    f"help(tiledsched.{function.__name__})"
+                ) from error
             raise
 
     return cast(Called, checked)

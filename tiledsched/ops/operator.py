@@ -115,9 +115,14 @@ def serve_checked(
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Floating-point tensors cast to autocast's dtype, but for float64, and keys and values in 8 bits."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    kept = (torch.float64, EIGHT_BIT_DTYPE)
+    """Under autocast, floating-point tensors cast to its dtype, but for float64, and keys and values in 8 bits; else all as they
+    are, and so where one is no tensor."""
+    if not (
+        all(isinstance(each, torch.Tensor) and each.device.type in ("cuda", "cpu") for each in tensors)
+        and torch.is_autocast_enabled(tensors[0].device.type)
+    ):
+        return tensors
+    dtype, kept = torch.get_autocast_dtype(tensors[0].device.type), (torch.float64, EIGHT_BIT_DTYPE)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in kept else x for x in tensors)
 
 
@@ -220,9 +225,10 @@ def register(name: str, arguments: str, lse: bool, launch: Any, autograd: Any, f
     library, operator = define(f"tiledsched::{name}", schema, launch, fake, formula)
 
     def autocast(q: Any, k: Any, v: Any, *given: Any) -> Any:
+        given = (*cast_for_autocast(q, k, v), *given)
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
         with torch._C._ExcludeDispatchKeyGuard(keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return operator(*cast_for_autocast(q, k, v), *given)
+            return operator(*given)
 
     for key in ("CUDA", "CPU"):
         library.impl(name, autocast, f"Autocast{key}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tiledsched.core.device import WITHOUT_EIGHT_BITS
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import Problem
 from tiledsched.core.storage import ALIGNMENT, strides_of
@@ -149,8 +148,6 @@ class AttentionCall(NamedTuple):
         reason = unserved(*tensors, None, 0.0)
         if reason:
             return reason
-        if features.k_scale is not None and process.device_facts(q.device.index or 0).arch in WITHOUT_EIGHT_BITS:
-            return f"cuTile has no 8-bit floats on {', '.join(WITHOUT_EIGHT_BITS)}"
         cap = features.softcap or None
         if process.is_invariant() and getattr(features.kernel, "mods", (None, None))[1] is not None:
             raise UnsupportedError(

@@ -272,8 +272,7 @@ def _attend(
 
     `given` are the arguments that :func:`read_features` reads; all others are those of :func:`sdpa`.
     """
-    if isinstance(q, Tensor) and q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
-        q, k, v = cast_for_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
     if any(isinstance(each, Tensor) and each.is_nested for each in (q, k, v)):
         if any(each is not None for each in given):
@@ -287,7 +286,7 @@ def _attend(
     causal, (alignment, features) = alignment or False, read_features(q, k, alignment, *given)
     # Of a scale that is no number torch makes other things with four axes than with three.
     as_they_are = odd_scale(scale) and q.shape[0] == k.shape[0] == v.shape[0]
-    if q.ndim == k.ndim == v.ndim == 3 and (mask is None or mask.ndim < 4) and not as_they_are:
+    if q.ndim == k.ndim == v.ndim < 4 and (mask is None or mask.ndim <= q.ndim) and not as_they_are:
         result = sdpa(
             q[None],
             k[None],

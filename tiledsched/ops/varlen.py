@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
 from tiledsched.kernels.attention.problem import hiding_mask
-from tiledsched.ops.arguments import CAUSAL, check_array, check_tensors, read_causal, read_scale
+from tiledsched.ops.arguments import CAUSAL, check_array, check_tensors, described, read_causal, read_scale
 from tiledsched.ops.features import ALL_KEYS, AttentionFeatures, Window, read_features
 from tiledsched.ops.operator import cast_for_autocast, serve_checked
 
@@ -88,6 +88,10 @@ def sdpa_varlen(
             raise ProblemError("cu_seqlens_k and block_table are both given; keys lie end to end or in pages")
         check_array("block_table", block_table, f"{sequences} sequences, pages", (sequences, None), q)
         check_array("seqused_k", seqused_k, f"{sequences} sequences", (sequences,), q)
+    if not all(each is None or isinstance(each, (int, torch.SymInt, Tensor)) for each in (max_seqlen_q, max_seqlen_k)):
+        raise ProblemError(
+            f"max_seqlen_q and max_seqlen_k must be whole numbers or None, got {max_seqlen_q!r} and {max_seqlen_k!r}"
+        )
     alignment = read_causal(causal, allowed=VARLEN_CAUSAL)
     pages = 0 if block_table is None else k.shape[0]
     more = (window, softcap, sinks, None, None, None, k_scale, v_scale, pages)
@@ -180,8 +184,7 @@ def _attend(
     deterministic: bool | None = None,
 ) -> Any:
     """Check the tensors, and call the operator or torch's operations."""
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = cast_for_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     scale = read_scale(scale)
     sample = (q, k, v) if features.block_table is None else (q[:1], k[:1], v[:1])  # of pages there is any number
     check_tensors(*sample, eight_bits=features.k_scale is not None)
@@ -190,8 +193,8 @@ def _attend(
 
 def _read_tensors(q: Any, k: Any, v: Any, axes: int, key_axes: int) -> tuple[Any, Any, Any]:
     for name, tensor, wanted in (("q", q, axes), ("k", k, key_axes), ("v", v, key_axes)):
-        if not isinstance(tensor, Tensor) or tensor.ndim != wanted:
+        fits = isinstance(tensor, Tensor) and tensor.ndim == wanted and tensor.layout is torch.strided
+        if not fits or (name == "v" and tensor.shape[0] != k.shape[0]):
             shape = {3: "[rows of all, heads, columns]", 4: "[batch or pages, rows, heads, columns]"}[wanted]
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ProblemError(f"{name} must be a tensor {shape}, got {got}")
+            raise ProblemError(f"{name} must be a tensor {shape}, k and v of one first size, got {described(tensor)}")
     return q, k, v

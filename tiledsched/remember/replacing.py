@@ -17,7 +17,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.config import CalledFirst, load_settings, warn_once
+from tiledsched.core.config import CalledFirst, load_settings, take_off, warn_once
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.extras import required
 from tiledsched.core.problem import Problem
@@ -32,11 +32,18 @@ TUNER = "flashinfer:AutoTuner"
 """The kernel under which FlashInfer's choices are stored."""
 
 
+_holding: list[remember] = []
+"""Those that are not undone, the latest last."""
+_attached: list[Callable[[], None]] = []
+"""What puts back the methods of FlashInfer's tuner; empty where it has its own."""
+
+
 class remember(metaclass=CalledFirst):  # noqa: N801
     """Have `cuda.tile.tune.exhaustive_search` remember, from now on, also where modules imported it before. So does
     the tuner of FlashInfer's mixtures of experts, if FlashInfer was imported before.
 
-    `tiledsched.remember()` stays until `undo()`; `with tiledsched.remember(): ...` is undone at the end of the block.
+    `tiledsched.remember()` stays until `undo()`; `with tiledsched.remember(): ...` is undone at the end of the block. Of several
+    the latest holds, and they may be undone in any order.
 
     Args:
         check: whether the arrays that configurations change are compared; see :func:`tiledsched.exhaustive_search`.
@@ -53,12 +60,15 @@ class remember(metaclass=CalledFirst):  # noqa: N801
         self._before: Callable[..., Any] = tune.exhaustive_search
         self._ours = functools.wraps(self._before)(functools.partial(exhaustive_search, check=check))
         _replace(self._before, self._ours)
-        self._detach = _attach(getattr(sys.modules.get("flashinfer.autotuner"), "AutoTuner", None))
+        _holding.append(self)
+        _attach(getattr(sys.modules.get("flashinfer.autotuner"), "AutoTuner", None))
 
     def undo(self) -> None:
-        """Put back what was there before. Safe to call twice."""
-        _replace(self._ours, self._before)
-        self._detach()
+        """Put back what was there before; cuTile's own function once all are undone. Safe to call twice."""
+        if self in _holding and take_off(_holding, self):
+            _replace(self._ours, self._before)
+        while _attached and not _holding:
+            _attached.pop()()
 
     def __enter__(self) -> remember:
         return self
@@ -83,11 +93,11 @@ def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> None:
                         setattr(value, inner, staticmethod(other))
 
 
-def _attach(tuner: Any) -> Callable[[], None]:
-    """Have FlashInfer's tuner remember, if it has the methods that it has in release 0.7.4. Returned is what undoes it."""
+def _attach(tuner: Any) -> None:
+    """Have FlashInfer's tuner remember, if it does not yet and has the methods that it has in release 0.7.4."""
     search, keep = (getattr(tuner, name, None) for name in ("search_cache", "_cache_profile_result"))
-    if search is None or keep is None:
-        return lambda: None
+    if search is None or keep is None or _attached:
+        return
     read: list[None] = []
 
     def search_cache(self: Any, *given: Any, **named: Any) -> Any:
@@ -105,7 +115,7 @@ def _attach(tuner: Any) -> Callable[[], None]:
         tuner.search_cache, tuner._cache_profile_result = methods
 
     put(search_cache, cache_profile_result)
-    return functools.partial(put, search, keep)
+    _attached.append(functools.partial(put, search, keep))
 
 
 def _guarded(function: Callable[..., None], *given: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tiledsched.core.config import Settings
-from tiledsched.core.errors import ConfigError, SpaceError
+from tiledsched.core.errors import ConfigError, NoValidScheduleError, SpaceError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.serve.chain import Served
 from tiledsched.serve.entries import load_table
@@ -43,5 +43,5 @@ class Serving:
         try:
             left = table if tuned else table.without(problem, self.arch)
             return left.resolve(problem, self.arch, device_name)
-        except (ConfigError, SpaceError):
+        except (ConfigError, SpaceError, NoValidScheduleError):
             return None

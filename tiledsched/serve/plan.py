@@ -16,7 +16,7 @@ import torch
 
 from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
 from tiledsched.core.launches import Step, scratch, steps
-from tiledsched.core.problem import Problem
+from tiledsched.core.problem import Problem, missing_on
 from tiledsched.core.storage import strides_of, tile_type
 from tiledsched.rivals.offers import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve import capture, process
@@ -132,6 +132,8 @@ def choose(
     facts, table = process.device_facts(index), process.table(kernel)
     if not table.known_arch(facts.arch):
         return f"{kernel.name} has no search space for {facts.arch}; add one, or run on another GPU"
+    if missing := missing_on(facts.arch, problem):
+        return missing
     captured = None if served else table.resolve_captured(problem, facts.arch, facts.name)
     served = served or table.resolve(problem, facts.arch, facts.name)
     rival, in_graphs = choose_rivals(served, make_rivals) if make_rivals else (None, None)

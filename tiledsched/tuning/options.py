@@ -51,8 +51,9 @@ regression check needs it. `race` searches nothing: what is served today races t
 to the winner."""
 
 
-CHECK_ARCH = "sm_90"
-"""Whose search space `check` draws schedules from where no arch is given: the interpreter is the same for every arch."""
+CHECK_ARCH, OTHER_CHECK_ARCH = "sm_90", "sm_121"
+"""Whose search space `check` draws schedules from where no arch is given, and where that has not all types of the problems: the
+interpreter is the same for every arch."""
 Chosen = TypeVar("Chosen", bound="Options")
 
 

@@ -13,11 +13,19 @@ from tiledsched.checking.schedules import CheckRow, check_problems
 from tiledsched.core.config import INVARIANT, load_settings
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.extras import required
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import KernelClass, Problem, missing_on
 from tiledsched.core.problem_lists import Cases, problems_of
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.space_files import load_space, space_for
-from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, Options, RecordOptions, RefreshOptions, TuneOptions
+from tiledsched.tuning.options import (
+    CHECK_ARCH,
+    OTHER_CHECK_ARCH,
+    CheckOptions,
+    Options,
+    RecordOptions,
+    RefreshOptions,
+    TuneOptions,
+)
 from tiledsched.tuning.resources import Resources, serving_anew
 from tiledsched.tuning.samplers import OURS, make_sampler
 
@@ -287,9 +295,11 @@ def _checked(
 ) -> Iterator[CheckRow]:
     """What :func:`check` yields."""
     kernel = load_kernel(kernel)
-    space = load_space(options.space, kernel) if options.space else space_for(arch, kernel)
     small = kernel.small() if problems is None and kernel.small is not None else problems
     given = None if small is None else problems_of(kernel, small)
+    if arch == CHECK_ARCH and any(missing_on(arch, each) for each in given or kernel.default_problems()):
+        arch = OTHER_CHECK_ARCH
+    space = load_space(options.space, kernel) if options.space else space_for(arch, kernel)
     yield from check_problems(
         kernel, space, given, arch=arch, schedules=options.schedules, seed=options.seed, progress=progress
     )

@@ -124,6 +124,14 @@ SCHEMA = ", ".join(
     for name, note in _notes.items()
 )
 """The arguments in their order, as torch writes schemas."""
+MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
+"""What a function that hides keys is given, before the arrays."""
+PARAMETERS = {
+    **dict.fromkeys(("score_mod", "score_grad"), ("score", *MASK_PARAMETERS)),
+    **dict.fromkeys(("mask_mod", "weight_mod"), MASK_PARAMETERS),
+    "epilogue": ("acc", "row", "column"),
+}
+"""What each function of an author is given; an epilogue is one of a matrix product."""
 
 
 def feature_constants(p: Problem) -> dict[str, bool]:
@@ -142,3 +150,8 @@ def feature_words(p: Problem, mark: str, between: str, flag: str) -> str:
                 word = name.removeprefix("window_")
                 found += f"{mark}{flag}{name}" if kind is ts.Flag else f"{mark}{word}{between}{getattr(p, name)}"
     return found
+
+
+def word_of(function: Any) -> str:
+    """The name of a function, or of the one that made it, or of the class of an object."""
+    return str(getattr(function, "__qualname__", type(function).__name__)).partition(".")[0].strip("_").lower()

@@ -247,7 +247,8 @@ DERIVED = {
     "numbers": lambda p: words_of(p.head_dim, p.value_columns)[0] if p.kv8 and not p.q8 else 1,
     "kv_dtype": lambda p: words_of(p.head_dim, p.value_columns)[1] if p.kv8 and not p.q8 else p.q_dtype,
     "v_layout": lambda p: "column" if p.q8 else "row",
-    "key_bytes": lambda p: ITEM_BYTES[EIGHT_BITS if p.kv8 else p.dtype],
+    "key_type": lambda p: EIGHT_BITS if p.kv8 else p.dtype,  # of the numbers in them
+    "key_bytes": lambda p: ITEM_BYTES[p.key_type],
     "key_elements": lambda p: p.head_dim // p.numbers,  # elements of a row of k and of v
     "value_elements": lambda p: p.value_columns // p.numbers,
     "kv_scales": lambda p: {"head": p.kv_heads, "page": p.key_entries}.get(p.kv8, 1),

@@ -14,7 +14,7 @@ import inspect
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import cuda.tile as ct
@@ -22,8 +22,8 @@ import cuda.tile as ct
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.sources import compiled
 from tiledsched.kernels.attention.loads import load_tile
+from tiledsched.kernels.attention.options import MASK_PARAMETERS, PARAMETERS, word_of
 from tiledsched.kernels.attention.scales import LOG2_E
-from tiledsched.kernels.attention.variants import MASK_PARAMETERS, word_of
 
 SIGNS = {
     "+": "add",
@@ -85,8 +85,9 @@ ADVICE = (
     "write it with arithmetic, comparisons, elements of tensors such as bias[h, q_idx, kv_idx], and torch's "
     f"{', '.join(sorted(FUNCTIONS.keys() - OPERATORS.keys() | {'abs'}))}"
 )
-_plain: Mapping[str, Any] = {each: weakref.WeakKeyDictionary() for each in ("score_mod", "mask_mod")}
-"""Argument -> functions that are tile code already -> the same with room for any number of arrays, or None."""
+_plain = functools.cache(lambda what, count: weakref.WeakKeyDictionary[Any, Any]())
+"""Of an argument and a number of arrays: functions that are tile code already -> the same with room for any number of arrays, or
+None."""
 
 
 def tanh(x: Any) -> Any:
@@ -209,6 +210,31 @@ def tile_mods(score_mod: Any, mask_mod: Any, arrays: Sequence[Any] = ()) -> tupl
     return score, mask, (*arrays, *more)
 
 
+class _ArrayToCome(SimpleNamespace):
+    """What stands for an array of which only the number of axes is known."""
+
+    def __getitem__(self, index: Any) -> _Number:
+        among = (index,) if isinstance(index, _Number) else index
+        return next(each.trace for each in among if isinstance(each, _Number)).element(self, index)
+
+
+def in_tile_code(functions: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+    """Functions of an author, by their names, as tile code for arrays of so many axes, where no tensor is at hand.
+
+    Raises:
+        DeclarationError: something has no translation, or a function reads other tensors than those arrays.
+    """
+    arrays: list[Any] = [_ArrayToCome(shape=(1,) * rank, device="meta") for rank in ranks]
+    found = {what: _tile_code(each, what, arrays, len(ranks))[0] for what, each in functions.items()}
+    if len(arrays) > len(ranks):
+        raise DeclarationError(
+            f"{', '.join(functions)}: only a call of tiledsched.flex outside of torch.compile finds the tensors that a function "
+            "reads from around it; have the functions take them after their other arguments, and for each pass an array in "
+            "arrays=..."
+        )
+    return found
+
+
 def _has_room(function: Any, count: float = float("inf")) -> bool:
     """Whether a function takes so many arguments, or any number."""
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
@@ -222,9 +248,9 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
     Raises:
         DeclarationError: it is no tile code, and has no translation.
     """
-    if given is None or (isinstance(given, FunctionType) and given in _plain[what]):
-        return given, given and _plain[what][given]
-    trace, parameters = _Trace(arrays), [*["score"][: what == "score_mod"], *MASK_PARAMETERS]
+    if given is None or (isinstance(given, FunctionType) and given in _plain(what, count)):
+        return given, given and _plain(what, count)[given]
+    trace, parameters = _Trace(arrays), PARAMETERS[what]
     try:
         own = arrays[:count] if count and _has_room(given, len(parameters) + count) else []
         result = trace.text(given(*(_Number(trace, each) for each in parameters), *own))
@@ -240,7 +266,7 @@ def _tile_code(given: Any, what: str, arrays: list[Any], count: int) -> tuple[An
             raise DeclarationError(": ".join([what, *lines[-1:], f"{error}; {ADVICE}"])) from error
         code = None  # cuTile says what is wrong with it, if anything
     if isinstance(given, FunctionType) and not trace.differs:
-        _plain[what][given] = code
+        _plain(what, count)[given] = code
     return code if trace.differs else given, code
 
 

@@ -37,7 +37,7 @@ from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.inputs import adversarial_case, places
-from tiledsched.kernels.attention.options import VARIANT_ARRAYS
+from tiledsched.kernels.attention.options import MASK_PARAMETERS, PARAMETERS, VARIANT_ARRAYS, word_of as word_of
 from tiledsched.kernels.attention.reference import ROWS_PER_CHUNK, attention_and_lse
 from tiledsched.kernels.attention.scales import LOG2_E, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS
@@ -52,14 +52,6 @@ PAIRS_AT_ONCE = 1 << 22
 """Most pairs of row and key for which a function is evaluated together; each takes about 50 bytes meanwhile."""
 WIDE_ARRAY = "Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]"
 """The type of an array of more than 2**31 - 1 elements, in the text of kernels."""
-MASK_PARAMETERS = ("b", "h", "q_idx", "kv_idx")
-"""What a function that hides keys is given, before the arrays."""
-PARAMETERS = {
-    **dict.fromkeys(("score_mod", "score_grad"), ("score", *MASK_PARAMETERS)),
-    **dict.fromkeys(("mask_mod", "weight_mod"), MASK_PARAMETERS),
-    "epilogue": ("acc", "row", "column"),
-}
-"""What each function of an author is given; an epilogue is one of a matrix product."""
 MODS = ("score_mod", "mask_mod", "score_grad", "weight_mod")
 """The functions of an author, as a kernel has them in `mods`; None for those that he does not give."""
 PLAIN = (bool, int, float, str, type(None))
@@ -243,6 +235,9 @@ def kernel_by_code(
     Raises:
         DeclarationError: a function cannot be compiled, or takes another number of arrays.
     """
+    from tiledsched.kernels.attention.torch_mods import in_tile_code
+
+    functions = in_tile_code(functions, [rank for rank, _ in arrays])
     code = {what: code_of(each, what) for what, each in functions.items()}
     for what, each in functions.items():
         check_parameters(each, what, len(arrays))
@@ -253,11 +248,6 @@ def kernel_by_code(
         try_out(functions, arrays)
         _known[make, name] = make(name, identity, functions, arrays)
     return _known[make, name]
-
-
-def word_of(function: Any) -> str:
-    """The name of a function, or of the one that made it, or of the class of an object."""
-    return str(getattr(function, "__qualname__", type(function).__name__)).partition(".")[0].strip("_").lower()
 
 
 def check_parameters(function: Any, what: str, count: int) -> None:
@@ -549,7 +539,7 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
     anything is compiled.
 
     Raises:
-        DeclarationError: as :func:`evaluated`.
+        DeclarationError: as :func:`evaluated`; or a smaller tile makes other values, so that a schedule would decide them.
     """
     from tiledsched.interpreter.launch import element_type
     from tiledsched.interpreter.values import OutsideError, UnsupportedOperationError
@@ -557,14 +547,25 @@ def try_out(functions: Mapping[str, Any], arrays: Sequence[tuple[int, str]]) -> 
 
     zeros = [numpy.zeros((1,) * rank, element_type("float16" if dtype == "dtype" else dtype)) for rank, dtype in arrays]
     rows, keys = numpy.arange(4, dtype=numpy.int32)[:, None], numpy.arange(8, dtype=numpy.int32)[None]
-    values: dict[str, Any] = {"b": 0, "h": 0} | dict.fromkeys(("score", "acc"), numpy.zeros((4, 8), numpy.float32))
+    values: dict[str, Any] = {"b": 0, "h": 0} | dict.fromkeys(
+        ("score", "acc"), numpy.linspace(-1, 2, 32, dtype=numpy.float32).reshape(4, 8)
+    )
     values |= {"q_idx": rows, "kv_idx": keys, "row": rows, "column": keys}
     for what, function in functions.items():
         given = [values[each] for each in PARAMETERS[what]]
         with contextlib.suppress(
             OutsideError, UnsupportedOperationError
         ):  # only a call knows sizes and the compiler's words
-            evaluated(strictly(function), what, *given, arrays=zeros)
+            whole = evaluated(strictly(function), what, *given, arrays=zeros)
+            corner = [each[:2, :1] if isinstance(each, numpy.ndarray) else each for each in given]
+            if not numpy.allclose(
+                whole[:2, :1], evaluated(strictly(function), what, *corner, arrays=zeros), equal_nan=True
+            ):
+                raise DeclarationError(
+                    f"{what}: {word_of(function)} returns other values for a part of a tile than for the whole, and a schedule "
+                    "chooses the tiles; make each value of its own element, row and column alone, without ct.sum, ct.max and "
+                    "others that join elements"
+                )
 
 
 def reference(
