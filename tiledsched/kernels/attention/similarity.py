@@ -23,6 +23,8 @@ NARROW_ROWS, NARROW_TILES = 16, ((128, 2), (64, 3))
 """Rows of tiles, and keys of tiles with blocks of an SM, for few rows over keys in 8 bits."""
 SCALAR_PAGES = 16, 32, 64, 128
 """Sizes of pages that tiles of several can find one by one."""
+UNHINTED_PAGES = 4
+"""Pages of a tile up to which loads get no latency hint."""
 WIDE_HEAD, SMALL_TILE = 128, 32
 """Rows of more than 128 columns that threads copy leave registers for tiles of 32 keys."""
 Q8_TILE = {"tile_m": 64, "tile_n": 128, "occupancy": 2, "num_worker_warps": 4}
@@ -149,18 +151,21 @@ class AttentionSimilarity(Similarity):
         return p.mean_rows <= FEW_ROWS or copies_rows(p) or p.q8
 
     def carried(self, p: Any, q: Any, s: Schedule) -> Schedule:
-        """The schedule with what is faster over pages, where `p` has none or others: scalars find up to four pages of a tile, and
-        with few rows up to eight; masked steps have a loop of their own; and in place of a step of two tiles of keys, whose pages
-        fill the registers, there are two blocks (docs/results/search.md).
+        """The schedule with what is faster over pages, where `p` has none or others: scalars find the pages of a tile, and masked
+        steps have a loop of their own. With few rows there are two blocks in place of a step of two tiles of keys, whose pages
+        fill the registers. The latency hint is the one with which the compiler (13.5 on sm_90) lets warps of their own load tiles
+        of 64 x 128; without these, programs of many rows take 2 to 3.5 times as long (docs/results/serving.md).
         """
         if not q.page or q.page == p.page:
             return s
-        few = q.mean_rows <= FEW_ROWS
-        if few and s.number("kv_subtiles") == 2:
-            s = s.replace(kv_subtiles=1, occupancy=2 * s.number("occupancy"))
-        scalars = q.page in SCALAR_PAGES and 1 < s.number("tile_n") // q.page <= (8 if few else 4)
-        apart = bool(s["loop_split"] or not p.page)
-        return s.replace(loop_split=apart, page_lookup="scalar" if scalars else "gather")
+        pages = s.number("tile_n") // q.page if q.page in SCALAR_PAGES else 1
+        few, hint = q.mean_rows <= FEW_ROWS, s.number("latency_k")
+        if pages > 1 and not s["q_in_registers"]:
+            hint = 0 if pages <= UNHINTED_PAGES else hint if few else 2
+        if few:
+            s = s.replace(kv_subtiles=1, occupancy=s.number("kv_subtiles") * s.number("occupancy"))
+        apart, lookup = bool(s["loop_split"] or not p.page), "scalar" if pages > 1 else "gather"
+        return s.replace(loop_split=apart, page_lookup=lookup, latency_k=hint)
 
     def equivalents(self, p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
         """The schedule with a loop of its own for masked steps, where `s` has none. For few rows over keys in 8 bits, tiles of 16
