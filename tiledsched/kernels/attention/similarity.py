@@ -94,8 +94,8 @@ class AttentionSimilarity(Similarity):
         takes other code: it masks, and what just fits the registers without the mask spills. Columns of heads that are padded to
         the same width take other code, too. With few rows, a packed group of query heads shares what it reads.
 
-        What won over keys in 8 bits or in pages, `p`, is far from keys that are neither: there are enough problems of these, and
-        tiles of 16 rows are slower there. The other way round, :meth:`carried` and :meth:`equivalents` say what changes.
+        What won over keys in 8 bits, `p`, is far from keys in 16 bits, where tiles of 16 rows are slower. The other way round,
+        :meth:`equivalents` has such tiles.
         """
         few = p.mean_rows <= FEW_ROWS
         lengths = octaves_apart(p.mean_keys, q.mean_keys) + 0.5 * octaves_apart(p.mean_rows, q.mean_rows)
