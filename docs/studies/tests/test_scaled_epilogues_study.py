@@ -35,6 +35,12 @@ def test_every_method_computes_the_same(launches, monkeypatch, layer):
     assert launches
 
 
-def test_the_products_are_those_of_three_layers():
-    assert {layer for layer, _ in study.PRODUCTS} == set(study.LAYERS)
-    assert len(set(study.PRODUCTS)) == len(study.PRODUCTS) == 8
+def test_each_product_is_raced_with_what_follows_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(study, "races", lambda kernel, cells, **where: asked.append((kernel.name, cells, where)) or ())
+    layers = ("llama3_8b gate_up", "qwen3_8b down")
+    assert study.tune([(layer, 16) for layer in layers], 9.0, "some.db") == ()
+    ((kernel, ((gated_name, gated), (_, added)), where),) = asked
+    assert (kernel, gated_name, where["database"]) == ("scaled_matmul_epilogue", "llama3_8b gate_up 16", "some.db")
+    assert (gated.m, gated.n, gated.k, gated.gate, gated.activation) == (16, 14336, 4096, True, "silu")
+    assert (added.residual, added.gate, added.scales, added.fast_accum) == (True, False, "row", True)
