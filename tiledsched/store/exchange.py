@@ -305,7 +305,10 @@ def _read(row: Any, where: str) -> Any:
     """A row of a list."""
     try:
         return msgspec.json.decode(row) if isinstance(row, msgspec.Raw) else row
-    except UnicodeDecodeError as error:
+    except (
+        UnicodeDecodeError,
+        msgspec.DecodeError,
+    ) as error:  # the latter from msgspec 0.23 on; its syntax was read before
         raise DatabaseError(f"{where} is not in UTF-8: {error}; {OTHER_FILE}") from error
 
 
