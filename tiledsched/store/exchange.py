@@ -302,13 +302,10 @@ def _lists(text: str | bytes | bytearray, name: str) -> dict[str, list[Any]]:
 
 
 def _read(row: Any, where: str) -> Any:
-    """A row of a list."""
+    """A row of a list, whose syntax was checked when the list was read."""
     try:
         return msgspec.json.decode(row) if isinstance(row, msgspec.Raw) else row
-    except (
-        UnicodeDecodeError,
-        msgspec.DecodeError,
-    ) as error:  # the latter from msgspec 0.23 on; its syntax was read before
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:  # the latter from msgspec 0.23 on
         raise DatabaseError(f"{where} is not in UTF-8: {error}; {OTHER_FILE}") from error
 
 
