@@ -7,7 +7,7 @@ r"""Products with the epilogues that models have, on a GPU: as `ts.matmul` serve
 `times` computes linear layers of Llama 3, Qwen and Mixtral with what stands behind them: SwiGLU over the gate and up projections,
 the residual behind the down and output projections, the bias of queries, keys and values. Weights lie as `torch.nn.Linear` keeps
 them. It times what is served, our own kernel, `torch.mm` followed by torch's operations, what torch.compile makes of these, and
-`torch.mm` alone: no kernel whose product is as fast as cuBLAS' can take less, even if what follows took no time.
+`torch.mm` alone, which is about what a kernel would take whose product is as fast as cuBLAS' and for which the rest is free.
 All calls are captured in CUDA graphs, take turns, and are timed behind a flush of the L2 cache. Results are compared with those
 that torch computes in float32.
 
