@@ -156,8 +156,8 @@ class Method:
     """Computes it."""
     backend: SDPBackend | None = None
     """The backend of torch's attention; None for its own choice."""
-    compiled: bool = False
-    """Whether the model is compiled by `torch.compile`."""
+    compiled: str | None = None
+    """The mode of `torch.compile` for the model; None if it is not compiled."""
     deterministic: bool = False
     """Whether it runs under `torch.use_deterministic_algorithms`."""
 
@@ -167,13 +167,15 @@ METHODS = {
     BASE: Method(attend=torchs, backend=SDPBackend.CUDNN_ATTENTION),
     "flash": Method(attend=torchs, backend=SDPBackend.FLASH_ATTENTION),
     "flash-4": Method(attend=flash_4),
-    "ours-compiled": Method(attend=ours, compiled=True),
-    f"{BASE}-compiled": Method(attend=torchs, backend=SDPBackend.CUDNN_ATTENTION, compiled=True),
+    "ours-compiled": Method(attend=ours, compiled="default"),
+    f"{BASE}-compiled": Method(attend=torchs, backend=SDPBackend.CUDNN_ATTENTION, compiled="default"),
+    "ours-graphs": Method(attend=ours, compiled="reduce-overhead"),
+    f"{BASE}-graphs": Method(attend=torchs, backend=SDPBackend.CUDNN_ATTENTION, compiled="reduce-overhead"),
     "ours-deterministic": Method(attend=ours, deterministic=True),
     "ours-deterministic-again": Method(attend=ours, deterministic=True),
 }
 """All methods: tiledsched, torch's attention by its backends cuDNN and flash, and FlashAttention-4."""
-TORCHS = (BASE, "flash", f"{BASE}-compiled")
+TORCHS = (BASE, "flash", f"{BASE}-compiled", f"{BASE}-graphs")
 """Runs of torch alone, whose distances from each other are the noise of a run: only their rounding differs."""
 
 
@@ -206,7 +208,7 @@ def start(name: str, method: Method, shape: Shape, device: str, seed: int) -> Ru
     others = [each for each in model.parameters() if each.ndim != 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=device != "cpu")
-    step = torch.compile(model) if method.compiled else model
+    step = torch.compile(model, mode=method.compiled) if method.compiled else model
     return Run(name=name, method=method, model=model, step=step, optimizer=optimizer)
 
 
@@ -233,7 +235,7 @@ def take_steps(run: Run, data: Tensor, first: int, steps: int, device: str) -> N
             nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
-            run.losses.append(loss.detach())
+            run.losses.append(loss.detach().clone())  # a CUDA graph writes the next loss into the same memory
 
 
 def take_turns(
@@ -303,8 +305,8 @@ def summarise(runs: Sequence[Run], shape: str, batch: int, device: str) -> list[
     eager = named.get(BASE, runs[0])
     rows = []
     for run in runs:
-        # A compiled model is compared with torch's compiled model.
-        base = named.get(f"{BASE}-compiled", eager) if run.method.compiled else eager
+        # A compiled model is compared with torch's model that is compiled in the same way.
+        base = named.get(f"{BASE}-{run.name.partition('-')[2]}", eager) if run.method.compiled else eager
         times, others = (each.block_ms[1:] or each.block_ms for each in (run, base))
         curve = curves[run.name]
         rows.append(
