@@ -135,6 +135,12 @@ CHOSEN = {
         {},
         PLAIN.replace(occupancy=2, loop_split=True, page_lookup="scalar", kv_splits=4, kv_combine="in_order"),
     ),
+    "few rows find four pages by scalars, and have one loop": (
+        FEW.replace(page=32, lengths=True),
+        [entry(FEW, PLAIN.replace(loop_split=True))],
+        {},
+        PLAIN.replace(page_lookup="scalar", latency_k=0, kv_splits=4, kv_combine="launch"),
+    ),
     "also where masks had no loop of their own": (
         FOUR_PAGES,
         [entry(PROMPT, MASKS_APART.replace(loop_split=False))],

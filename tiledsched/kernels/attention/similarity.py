@@ -154,7 +154,8 @@ class AttentionSimilarity(Similarity):
         """The schedule with what is faster over pages, where `p` has none or others: scalars find the pages of a tile, and masked
         steps have a loop of their own. With few rows there are two blocks in place of a step of two tiles of keys, whose pages
         fill the registers. The latency hint is the one with which the compiler (13.5 on sm_90) lets warps of their own load tiles
-        of 64 x 128; without these, programs of many rows take 2 to 3.5 times as long (docs/results/serving.md).
+        of 64 x 128; without these, programs take 2 to 3.5 times as long (docs/results/serving.md). With few rows and four pages
+        in a tile there are such warps only where masked steps have no loop of their own.
         """
         if not q.page or q.page == p.page:
             return s
@@ -164,8 +165,8 @@ class AttentionSimilarity(Similarity):
             hint = 0 if pages <= UNHINTED_PAGES else hint if few else 2
         if few:
             s = s.replace(kv_subtiles=1, occupancy=s.number("kv_subtiles") * s.number("occupancy"))
-        apart, lookup = bool(s["loop_split"] or not p.page), "scalar" if pages > 1 else "gather"
-        return s.replace(loop_split=apart, page_lookup=lookup, latency_k=hint)
+        apart = bool(s["loop_split"] or not p.page) and not (few and pages == UNHINTED_PAGES)
+        return s.replace(loop_split=apart, page_lookup="scalar" if pages > 1 else "gather", latency_k=hint)
 
     def equivalents(self, p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
         """The schedule with a loop of its own for masked steps, where `s` has none. For few rows over keys in 8 bits, tiles of 16
