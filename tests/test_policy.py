@@ -129,6 +129,12 @@ CHOSEN = {
         {},
         BY_SCALARS.replace(latency_k=2),
     ),
+    "many rows over pages are not persistent": (
+        PAGED.replace(page=64),
+        [entry(PROMPT, MASKS_APART.replace(persistent="snake", store_late=True, latency_k=2))],
+        {},
+        BY_SCALARS,
+    ),
     "few rows find eight pages by scalars, in one tile of keys": (
         FEW.replace(page=16, lengths=True),
         [entry(FEW, PLAIN.replace(kv_subtiles=2))],

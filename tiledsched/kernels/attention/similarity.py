@@ -152,20 +152,24 @@ class AttentionSimilarity(Similarity):
 
     def carried(self, p: Any, q: Any, s: Schedule) -> Schedule:
         """The schedule with what is faster over pages, where `p` has none or others: scalars find the pages of a tile, and masked
-        steps have a loop of their own. With few rows there are two blocks in place of a step of two tiles of keys, whose pages
-        fill the registers. The latency hint is the one with which the compiler (13.5 on sm_90) lets warps of their own load tiles
-        of 64 x 128; without these, programs take 2 to 3.5 times as long (docs/results/serving.md). With few rows and four pages
-        in a tile there are such warps only where masked steps have no loop of their own.
+        steps have a loop of their own.
+
+        The other changes are those with which the compiler (13.5 on sm_90) gives a program warps that load, and few spills;
+        without such warps, programs take 2 to 3.5 times as long (docs/results/serving.md). Few rows have two blocks in place of a
+        step of two tiles of keys, whose pages fill the registers, and one loop where a tile of 128 keys has four pages. Many rows
+        are not persistent, and have a latency hint where a tile has eight.
         """
         if not q.page or q.page == p.page:
             return s
         pages = s.number("tile_n") // q.page if q.page in SCALAR_PAGES else 1
-        few, hint = q.mean_rows <= FEW_ROWS, s.number("latency_k")
-        if pages > 1 and not s["q_in_registers"]:
-            hint = 0 if pages <= UNHINTED_PAGES else hint if few else 2
+        few, hint, apart = q.mean_rows <= FEW_ROWS, s.number("latency_k"), bool(s["loop_split"] or not p.page)
         if few:
             s = s.replace(kv_subtiles=1, occupancy=s.number("kv_subtiles") * s.number("occupancy"))
-        apart = bool(s["loop_split"] or not p.page) and not (few and pages == UNHINTED_PAGES)
+            apart = apart and (pages, s["tile_n"]) != (UNHINTED_PAGES, WIDE_TILE)
+        else:
+            s = s.replace(persistent="no", store_late=False)
+        if pages > 1:
+            hint = 0 if pages <= UNHINTED_PAGES else hint if few else 2
         return s.replace(loop_split=apart, page_lookup="scalar" if pages > 1 else "gather", latency_k=hint)
 
     def equivalents(self, p: Any, q: Any, s: Schedule) -> tuple[Schedule, ...]:
