@@ -156,7 +156,7 @@ class AttentionSimilarity(Similarity):
 
         The other changes are those with which the compiler (13.5 on sm_90) gives a program warps that load, and few spills;
         without such warps, programs take 2 to 3.5 times as long (docs/results/serving.md). Few rows have two blocks in place of a
-        step of two tiles of keys, whose pages fill the registers, and one loop where a tile of 128 keys has four pages. Many rows
+        step of two tiles of keys, whose pages fill the registers, and one loop where a tile of 128 x 128 has four pages. Many rows
         are not persistent, and have a latency hint where a tile has eight.
         """
         if not q.page or q.page == p.page:
@@ -165,7 +165,7 @@ class AttentionSimilarity(Similarity):
         few, hint, apart = q.mean_rows <= FEW_ROWS, s.number("latency_k"), bool(s["loop_split"] or not p.page)
         if few:
             s = s.replace(kv_subtiles=1, occupancy=s.number("kv_subtiles") * s.number("occupancy"))
-            apart = apart and (pages, s["tile_n"]) != (UNHINTED_PAGES, WIDE_TILE)
+            apart = apart and (pages, s["tile_n"], q.tile_d) != (UNHINTED_PAGES, WIDE_TILE, WIDE_HEAD)
         else:
             s = s.replace(persistent="no", store_late=False)
         if pages > 1:
