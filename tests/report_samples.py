@@ -10,9 +10,9 @@ from datetime import datetime, timezone
 import golden
 import pytest
 
-from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.build.cubin import Artifact
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec
 from tiledsched.core.errors import Failure
 from tiledsched.core.launches import problem_class
 from tiledsched.core.registry import kernel_named

@@ -14,11 +14,11 @@ import pytest
 import tiledsched as ts
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import launches, registry
+from tiledsched.core.arrays import strides_of
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.core.storage import strides_of
 from tiledsched.interpreter import run_schedule
 
 DEVICE = arch_spec("sm_90")

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tiledsched.build.cubin import ResourceFacts
-from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.device import ARCHS, ResourceFacts, arch_spec
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention, model

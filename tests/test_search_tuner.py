@@ -17,9 +17,8 @@ from hypothesis import given, settings, strategies as st
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.core import data_files
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import MAX_SPILL_BYTES, arch_spec
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
-from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

@@ -29,10 +29,9 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core import data_files
 from tiledsched.core.cost import LAUNCH_US
-from tiledsched.core.device import ArchSpec, arch_spec
+from tiledsched.core.device import ArchSpec, ResourceFacts, arch_spec
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

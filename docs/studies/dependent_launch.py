@@ -26,13 +26,13 @@ from unittest.mock import patch
 
 from docs.studies.flags import flag, integers, parser_with, positive
 from tiledsched.core import chains, launches
+from tiledsched.core.arrays import strides_of
 from tiledsched.core.cases import output_specs, random_inputs
 from tiledsched.core.errors import LaunchError
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import strides_of
 from tiledsched.report.document import Table, to_markdown
 
 DECODING = {"seq_q": 1, "dtype": "bfloat16"}

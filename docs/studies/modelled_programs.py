@@ -27,13 +27,12 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool, default_jobs
 from tiledsched.build.toolchain import Toolchain, installed_toolchain
 from tiledsched.core import data_files
-from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.device import ARCHS, arch_spec, spilled
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import write_whole
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.registry import load_kernel
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.store.build_files import BuildFile, read_builds

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy
 
 from tiledsched.core import registry
-from tiledsched.core.arrays import Tolerance
+from tiledsched.core.arrays import PACKED, POWERS_OF_TWO, Tolerance, is_float
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs, shrunk
 from tiledsched.core.copies import closed_over
 from tiledsched.core.cost import Cost
@@ -56,7 +56,6 @@ from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
-from tiledsched.core.storage import PACKED, POWERS_OF_TWO, is_float
 
 if TYPE_CHECKING:
     from tiledsched.core.launches import Step

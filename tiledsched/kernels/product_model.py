@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 
 from tiledsched.core.cost import COPY_SHARE, EFFICIENCY, LAUNCH_US, NEXT_LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import ArchSpec, ResourceFacts
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 
 ELEMENT_BYTES = 2

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import tiledsched.core.fields as ts
 from tiledsched.core.cost import WARPGROUP_ROWS
+from tiledsched.core.device import grid_blocks
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.product_model import tile_columns

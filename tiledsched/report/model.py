@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import ARCHS, spilled
 from tiledsched.core.errors import or_none
 from tiledsched.core.fields import Choice, Flag
 from tiledsched.core.groups import firsts, grouped
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace

@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from tiledsched.build.cubin import ResourceFacts
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.labels import class_words
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core import data_files
 from tiledsched.core.config import log
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import DatabaseError, or_none
 from tiledsched.core.groups import grouped, largest, nested
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for

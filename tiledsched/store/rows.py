@@ -15,10 +15,10 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 
-from tiledsched.build.cubin import ResourceFacts
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.config import warn_once
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind, ProblemError, TiledschedError
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.registry import SHIPPED, problem_from_json

@@ -19,10 +19,9 @@ from docs.studies.served_programs import DRAWN, add, build_all, drawn
 from docs.studies.shipped_programs import HEAD, row
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import MAX_SPILL_BYTES, arch_spec
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.softmax import Softmax

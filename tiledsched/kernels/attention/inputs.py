@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy
 
+from tiledsched.core.arrays import LARGEST, storage_type, to_storage
 from tiledsched.core.cases import Case, laid_out
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import LARGEST, storage_type, to_storage
 from tiledsched.kernels.attention.options import EIGHT_BITS
 from tiledsched.kernels.attention.problem import padding_below
 from tiledsched.kernels.attention.reference import by_row

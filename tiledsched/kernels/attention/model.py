@@ -28,9 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPGROUP_ROWS, WARPS_PER_GROUP, Cost, PublishedTime, smooth_max
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import REGISTERS_PER_SM, SHARED_KIB_PER_SM, ArchSpec, ResourceFacts, ctas_per_sm
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
@@ -139,7 +138,7 @@ class AttentionCost(Cost):
                 break
         columns = p.tile_d * p.element_bytes
         wanted = (block_rows(s) + TILES_IN_FLIGHT * s.number("tile_n")) * columns
-        shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
+        shared_bytes = min(wanted, (SHARED_KIB_PER_SM.get(spec.arch, 228) << 10) // occupancy)
         return ResourceFacts(
             registers=registers,
             threads=threads,

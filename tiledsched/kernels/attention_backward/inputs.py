@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy
 
+from tiledsched.core.arrays import to_float, to_storage
 from tiledsched.core.cases import Case, input_specs
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention.inputs import (
     CODES,
     LARGEST_SINK,

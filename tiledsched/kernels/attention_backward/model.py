@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from tiledsched.core.cost import LAUNCH_US, NEXT_LAUNCH_US, WARPGROUP_ROWS, WARPS_PER_GROUP, Cost, smooth_max
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import REGISTERS_PER_SM, SHARED_KIB_PER_SM, ArchSpec, ResourceFacts, ctas_per_sm
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.model import (
     CAPPED_EXP2,
@@ -139,7 +138,7 @@ class AttentionBackwardCost(Cost):
         spilled = 4 * math.ceil(max(0.0, held + OTHER_REGISTERS - own))
         columns = (p.tile_d + p.tile_v) * p.element_bytes
         wanted = max(each.block * columns + 2 * each.step * columns for each in passes)
-        shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
+        shared_bytes = min(wanted, (SHARED_KIB_PER_SM.get(spec.arch, 228) << 10) // occupancy)
         return ResourceFacts(
             registers=registers,
             threads=threads,

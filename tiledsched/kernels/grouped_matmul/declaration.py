@@ -14,10 +14,9 @@ import numpy
 import tiledsched.core.fields as ts
 from tiledsched.core.cases import Case, random_inputs
 from tiledsched.core.cost import NEXT_LAUNCH_US
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import ArchSpec, ResourceFacts, grid_blocks
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.grouped_matmul.rivals import raced
