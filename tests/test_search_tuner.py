@@ -30,9 +30,9 @@ from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.options import EFFORTS, TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
+from tiledsched.tuning.results import Watcher
 from tiledsched.tuning.search import NO_SEARCH
 from tiledsched.tuning.tuner import Tuner
-from tiledsched.tuning.watcher import Watcher
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 

@@ -1,5 +1,4 @@
-"""What a problem's arrays look like, how exact the outputs of a schedule must be, and how arrays lie in memory, for NumPy and CuPy
-alike.
+"""What a problem's arrays look like and how exact outputs must be; and how arrays lie in memory, for NumPy and CuPy alike.
 
 Neither has bfloat16, and CuPy has no 8-bit floats. Such arrays are stored as bits, in unsigned integers of the same size. Two
 numbers of 4 bits share a byte, the first in its low half. Numbers of tfloat32 lie in float32, rounded.

@@ -20,8 +20,8 @@ from tiledsched.fleet.gpus import Gpu
 from tiledsched.measure.estimate import Timing
 from tiledsched.ops.bench import bench_here
 from tiledsched.tuning.options import Options, RecordOptions, RefreshOptions, TuneOptions, options_of
+from tiledsched.tuning.results import Watcher
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.watcher import Watcher
 
 Progress = Callable[[str], None]
 """Takes a line of text that says what is done just now."""

@@ -30,7 +30,7 @@ from tiledsched.core.errors import ProblemError, did_you_mean
 from tiledsched.core.rivals import Function, Variants
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
-from tiledsched.kernels.product_model import ELEMENT_BYTES
+from tiledsched.kernels.product_schedules import ELEMENT_BYTES
 from tiledsched.kernels.torch_rivals import compiled
 
 E4M3 = "float8_e4m3fn"

@@ -25,8 +25,7 @@ from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
 from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
 from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed, Untuned
-from tiledsched.report.serving import Serving
-from tiledsched.report.sources import WithShipped
+from tiledsched.report.sources import Serving, WithShipped
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import for_compiler, of_kernel

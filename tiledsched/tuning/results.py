@@ -1,4 +1,6 @@
-"""What a tune found, and under `--numerics same`, the numbers that a schedule must give to win and what that costs."""
+"""What a tune found, who is told of its progress, and under `--numerics same`, the numbers that a schedule must give to win and
+what that costs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,19 @@ from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.evidence import clocks_of, throttled
 from tiledsched.store.records import SAME_NUMBERS, Entry
 from tiledsched.tuning.builder import Program
+
+
+class Watcher:
+    """Is told of progress, and shows nothing. The bars of the command line do."""
+
+    def stage(self, problem: Problem, what: str, total: int) -> None:
+        """A stage of `total` steps begins."""
+
+    def step(self, done: int) -> None:
+        """`done` steps of it are done."""
+
+    def best(self, us: float, schedule: Schedule) -> None:
+        """A schedule is the best so far; `us` is measured, or estimated where nothing is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,14 @@ from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.grouped_matmul.rivals import raced
-from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost, dram_bytes, step_cycles
-from tiledsched.kernels.product_schedules import instruction, row_bytes
+from tiledsched.kernels.product_schedules import (
+    ELEMENT_BYTES,
+    ProductCost,
+    dram_bytes,
+    instruction,
+    row_bytes,
+    step_cycles,
+)
 
 FEWEST_GROUPS = 32
 """Least width of the vectors over all groups: a warp."""

@@ -15,12 +15,13 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.matmul.rivals import raced
-from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
 from tiledsched.kernels.product_schedules import (
+    ELEMENT_BYTES,
     MODELS,
     OVERLAP,
     Launch,
     Product,
+    ProductCost,
     ProductSimilarity,
     combine_constants,
     product_launches,

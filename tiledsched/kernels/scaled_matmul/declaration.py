@@ -19,17 +19,19 @@ from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import FAR
-from tiledsched.kernels.product_model import ProductCost, step_cycles, tile_columns
 from tiledsched.kernels.product_schedules import (
     MODELS,
     OVERLAP,
     Launch,
     Product,
+    ProductCost,
     ProductSimilarity,
     combine_constants,
     instruction,
     product_launches,
     share_bounds,
+    step_cycles,
+    tile_columns,
 )
 from tiledsched.kernels.scaled_matmul.rivals import raced
 
