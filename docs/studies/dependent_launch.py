@@ -208,7 +208,7 @@ def times(chain: Chain, plans: Sequence[Any]) -> list[tuple[float, ...]]:
     import torch
 
     from tiledsched.measure.nvml import current_device
-    from tiledsched.measure.torch_timing import TorchStopwatch
+    from tiledsched.measure.timing import TorchStopwatch
 
     flush = torch.empty(max(2 * current_device().l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
     calls = [lambda plan=plan: chain.call(plan, 0) for plan in plans]

@@ -762,7 +762,7 @@ class Timer:
     def _sampled(
         self, calls: Mapping[str, Callable[[], Any]], found: Mapping[str, Row], p: Problem
     ) -> dict[str, tuple[float, float, float]]:
-        from tiledsched.measure.torch_timing import TorchStopwatch
+        from tiledsched.measure.timing import TorchStopwatch
         from tiledsched.rivals.sampling import Pace, sample_in_turn
 
         host_us = max((found[name].host_us or 0 for name in calls), default=0.0)

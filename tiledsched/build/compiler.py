@@ -24,6 +24,7 @@ from tiledsched.build.host_code import for_host, host_arch
 from tiledsched.build.store import default_cache_folder
 from tiledsched.build.toolchain import ANY_WORKER_WARPS, compiler_at_hand, installed_toolchain, release
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.copies import closed_over, names_in
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import LONGEST, Failure, FailureKind, NoRoomError, describe
 from tiledsched.core.extras import package_version
@@ -32,7 +33,6 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.processes import import_cutile
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import closed_over, names_in
 
 DEFAULT_TIMEOUT_S = 120.0
 MISLEADING_VARIABLES = ("CUDA_HOME", "CUDA_PATH")

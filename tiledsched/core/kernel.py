@@ -21,6 +21,7 @@ import numpy
 from tiledsched.core import registry
 from tiledsched.core.arrays import PACKED, POWERS_OF_TWO, Tolerance, is_float
 from tiledsched.core.cases import expected_outputs, output_specs, random_inputs, shrunk
+from tiledsched.core.copies import closed_over
 from tiledsched.core.cost import Cost
 from tiledsched.core.device import ARCHS
 from tiledsched.core.errors import (
@@ -52,7 +53,6 @@ from tiledsched.core.problem import Declaration, KernelClass, Problem, Requireme
 from tiledsched.core.schedule import HINT_KNOBS, PLAIN, Schedule, allowed_hints
 from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.similarity import Similarity
-from tiledsched.core.sources import closed_over
 from tiledsched.core.space import function_of
 from tiledsched.core.space_files import declared_space
 from tiledsched.core.text import labels_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tiledsched.core.sources import Copier
+from tiledsched.core.copies import Copier
 from tiledsched.interpreter.shapes import TypeInTiles
 from tiledsched.interpreter.values import Tile, promote
 

@@ -17,11 +17,11 @@ import ml_dtypes
 import numpy as np
 
 from tiledsched.core.arrays import ArraySpec, poison, storage_type, tile_type, to_host
+from tiledsched.core.copies import closed_over
 from tiledsched.core.errors import ProblemError, author_line, describe
 from tiledsched.core.launches import annotated, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.sources import closed_over
 from tiledsched.interpreter import memory, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins

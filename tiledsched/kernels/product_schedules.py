@@ -70,12 +70,34 @@ class ProductCost(Cost):
         return step_cycles(s, facts, spec, resident, by_tma=spec.producer_warps > 0 and (not p.odd or bool(s["PAD"])))
 
     def dram_bytes(self, p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
-        """Device-memory traffic while `slots` blocks run at once."""
-        return dram_bytes(p, s, spec, slots, self.item_bytes)
+        """Device-memory traffic while `slots` blocks run at once: operands once where the L2 cache holds them, or else once for
+        every wave that reads them.
+        """
+        a, b, c = p.m * p.k, p.k * p.n, p.m * p.n
+        least = float(self.item_bytes * (a + b) + ELEMENT_BYTES * c)
+        if self.item_bytes * (a + b) <= spec.l2_bytes / 2:
+            return least
+        tile_m, tile_n = s.number("TILE_M"), tile_columns(s)
+        rows, columns = -(-p.m // tile_m), -(-p.n // tile_n)
+        tall = min(rows, s.number("GROUP_M"))
+        wide = min(columns, max(1.0, slots / tall))
+        if tall * columns < slots:  # more than one group at once
+            tall, wide = min(rows, slots / columns), columns
+        waves = max(1.0, rows * columns / slots)
+        read = self.item_bytes * p.k * waves * (tall * tile_m + wide * tile_n)
+        return max(least, read + ELEMENT_BYTES * c)
 
     def other_launches_us(self, p: Problem, s: Schedule, spec: ArchSpec) -> float:
-        """Time of the launches beside the product."""
-        return other_launches_us(p, s, spec)
+        """Time of the launches beside the product: copies before it, or the sum of the shares behind it."""
+        rate = spec.dram_gbps * COPY_SHARE * 1e3
+        if s.get("PAD"):
+            return 2.0 * NEXT_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
+        splits = int(s.get("SPLIT_K", 1))
+        if splits <= 1:
+            return 0.0
+        moved = 2.0 * PARTIAL_BYTES * splits * p.m * p.n
+        in_cache = moved / 2 <= spec.l2_bytes / 2
+        return NEXT_LAUNCH_US + moved / (rate * (2.0 if in_cache else 1.0))
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
         """Estimated time in microseconds. Only the order of estimates counts."""
@@ -154,36 +176,6 @@ def block_cycles(s: Schedule, facts: ResourceFacts) -> float:
     return BLOCK_CYCLES + elements * item / STORE_BYTES_PER_CYCLE
 
 
-def dram_bytes(p: Problem, s: Schedule, spec: ArchSpec, slots: int, item_bytes: int = ELEMENT_BYTES) -> float:
-    """Device-memory traffic: operands once where the L2 cache holds them, or else once for every wave that reads them."""
-    a, b, c = p.m * p.k, p.k * p.n, p.m * p.n
-    least = float(item_bytes * (a + b) + ELEMENT_BYTES * c)
-    if item_bytes * (a + b) <= spec.l2_bytes / 2:
-        return least
-    tile_m, tile_n = s.number("TILE_M"), tile_columns(s)
-    rows, columns = -(-p.m // tile_m), -(-p.n // tile_n)
-    tall = min(rows, s.number("GROUP_M"))
-    wide = min(columns, max(1.0, slots / tall))
-    if tall * columns < slots:  # more than one group at once
-        tall, wide = min(rows, slots / columns), columns
-    waves = max(1.0, rows * columns / slots)
-    read = item_bytes * p.k * waves * (tall * tile_m + wide * tile_n)
-    return max(least, read + ELEMENT_BYTES * c)
-
-
-def other_launches_us(p: Problem, s: Schedule, spec: ArchSpec) -> float:
-    """Copies before the product, or the sum of the shares behind it."""
-    rate = spec.dram_gbps * COPY_SHARE * 1e3
-    if s.get("PAD"):
-        return 2.0 * NEXT_LAUNCH_US + 2.0 * ELEMENT_BYTES * p.k * (p.m + p.n) / rate
-    splits = int(s.get("SPLIT_K", 1))
-    if splits <= 1:
-        return 0.0
-    moved = 2.0 * PARTIAL_BYTES * splits * p.m * p.n
-    in_cache = moved / 2 <= spec.l2_bytes / 2
-    return NEXT_LAUNCH_US + moved / (rate * (2.0 if in_cache else 1.0))
-
-
 def tile_columns(s: Schedule) -> int:
     """Columns of a work tile, both parts."""
     return s.number("TILE_N") + int(s.get("REST_N", 0))
@@ -254,9 +246,9 @@ def instruction(s: Schedule) -> str:
     return "warp groups" if int(rows) // s.number("num_ctas") >= WARPGROUP_ROWS else "warps"
 
 
-def row_bytes(run: int, item: int = 2) -> bool:
-    """Whether rows of `run` elements start where TMA cannot load them."""
-    return run * item % TMA_BYTES != 0
+def row_bytes(run: int) -> bool:
+    """Whether rows of `run` elements of 16 bits start where TMA cannot load them."""
+    return run * ELEMENT_BYTES % TMA_BYTES != 0
 
 
 def work_tiles(p: Problem, s: Schedule) -> int:

@@ -22,8 +22,8 @@ from typing import Any
 
 from tiledsched.core.arrays import strides_of
 from tiledsched.core.canonical import canonical_json
+from tiledsched.core.copies import closed_over, names_in
 from tiledsched.core.modules import LIBRARIES
-from tiledsched.core.sources import closed_over, names_in
 
 PLAIN = (bool, int, str, type(None))
 MOST_PARTS = 5000

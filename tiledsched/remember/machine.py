@@ -24,8 +24,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.measure.driver_timeout import asked
 from tiledsched.measure.nvml import ConditionsLog, current_device, labelled
 from tiledsched.measure.runner import Device
-from tiledsched.measure.timing import Log, Stopwatch, flush_bytes
-from tiledsched.measure.torch_timing import TorchStopwatch
+from tiledsched.measure.timing import Log, Stopwatch, TorchStopwatch, flush_bytes
 from tiledsched.remember.description import Grid, Request
 from tiledsched.remember.identity import is_array
 

@@ -21,9 +21,8 @@ from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.analysis import tile_times
 from tiledsched.report.axes import axes_of
-from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
-from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
+from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, measured_ceilings, read_measured
 from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed, Untuned
 from tiledsched.report.sources import Serving, WithShipped
 from tiledsched.serve.chain import Served

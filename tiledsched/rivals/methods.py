@@ -19,8 +19,7 @@ from tiledsched.core.modules import SHIPPED_KERNELS
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 from tiledsched.core.rivals import Arrays, Call, Function, Method, RivalCase, called
-from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
-from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
+from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES, LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
 
 OURS = "tiledsched"
 """The method that always runs our kernel."""

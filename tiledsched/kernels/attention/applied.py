@@ -17,7 +17,8 @@ from typing import Any
 import cuda.tile as ct
 import numpy
 
-from tiledsched.core.sources import Copier, codes_in, compiled
+from tiledsched.core.copies import Copier, codes_in
+from tiledsched.core.sources import compiled
 from tiledsched.kernels.attention.loads import DEFINITIONS
 
 TILE = 64

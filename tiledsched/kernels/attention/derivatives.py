@@ -25,8 +25,9 @@ from typing import Any
 import cuda.tile as ct
 
 from tiledsched.core.canonical import stable_id
+from tiledsched.core.copies import Copier, codes_in
 from tiledsched.core.errors import DeclarationError
-from tiledsched.core.sources import Copier, codes_in, compiled
+from tiledsched.core.sources import compiled
 from tiledsched.kernels.attention.loads import DEFINITIONS
 
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)

@@ -25,6 +25,7 @@ import tiledsched.core.fields as ts
 from tiledsched.core.arrays import to_float, to_storage
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cases import Case, drawn, random_inputs
+from tiledsched.core.copies import names_in
 from tiledsched.core.errors import DeclarationError, ProblemError, author_line, function_line
 from tiledsched.core.fields import ArrayField
 from tiledsched.core.kernel import check_array
@@ -32,7 +33,7 @@ from tiledsched.core.modules import is_library
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.shapes import split_shape
-from tiledsched.core.sources import compiled, names_in
+from tiledsched.core.sources import compiled
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.inputs import adversarial_case, places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -142,16 +143,6 @@ def _offset_scores(score: float, xp: Any, q: Any, k: Any, v: Any, gradient: Any,
     k[:, :columns] += score * q.shape[1] ** 0.5 / QUERY_NORM / columns**0.5 * signs[0, :columns]
 
 
-def _low(*arrays: Any) -> None:
-    """Scores near -100: the exponential of a score of padding, which is 0, minus the log-sum-exp overflows in float32."""
-    _offset_scores(-100.0, *arrays)
-
-
-def _high(*arrays: Any) -> None:
-    """Scores near 100: the exponential of a score overflows unless the log-sum-exp is taken off first."""
-    _offset_scores(100.0, *arrays)
-
-
 def _cancelling(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
     """Values and output gradients near one: the differences of dP from delta are small beside either."""
     for each in (v, gradient):
@@ -173,8 +164,10 @@ def _still(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
 
 _SHAPE = {
     "borders": _borders,
-    "low": _low,
-    "high": _high,
+    # The exponential of a score of padding, which is 0, minus the log-sum-exp overflows in float32.
+    "low": partial(_offset_scores, -100.0),
+    # The exponential of a score overflows unless the log-sum-exp is taken off first.
+    "high": partial(_offset_scores, 100.0),
     "peaked": peaked,
     "cancelling": _cancelling,
     "large": _large,

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tiledsched.core.copies import closed_over
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, UnsupportedError
 from tiledsched.core.extras import installing
-from tiledsched.core.sources import closed_over
 from tiledsched.ops import fallback
 from tiledsched.ops.block_masks import read_mods
 from tiledsched.ops.features import AttentionFeatures, Window
