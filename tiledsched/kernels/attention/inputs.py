@@ -311,7 +311,7 @@ def _near(xp: Any, q: Any, direction: Any) -> None:
     q += direction
 
 
-_SHAPE = {
+_SHAPE: dict[str, Callable[..., None]] = {
     "negative": _negative,
     # Every key tile raises the row maximum, and rescales what was.
     "rising": partial(_ramp, 0.0, RISE),

@@ -162,7 +162,7 @@ def _still(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
     gradient[...] = 0.0
 
 
-_SHAPE = {
+_SHAPE: dict[str, Callable[..., None]] = {
     "borders": _borders,
     # The exponential of a score of padding, which is 0, minus the log-sum-exp overflows in float32.
     "low": partial(_offset_scores, -100.0),
