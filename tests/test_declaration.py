@@ -189,6 +189,14 @@ def test_a_wrong_field_is_refused_at_once(field, given, words):
         field(*given)
 
 
+@pytest.mark.parametrize(
+    "read", [lambda s: s["PART"], lambda s: s.PART, lambda s: s.get("PART", 1), lambda s: s.number("PART")]
+)
+def test_a_knob_that_only_the_grid_reads_is_right_however_it_is_read(read):
+    knobs = {"TILE": [64, 128], "PART": [1, 2]}
+    assert declare(knobs=knobs, grid=lambda p, s, device: (p.rows * read(s),)).knobs == knobs
+
+
 def test_a_wrong_declaration_is_not_known():
     with pytest.raises(DeclarationError):
         declare(name="wrong", axes=("lines",))
