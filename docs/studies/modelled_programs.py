@@ -18,7 +18,7 @@ import lzma
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def write_builds(path: Path, file: BuildFile) -> None:
     data = {
         "kernel": first.kernel,
         "source_hash": first.source_hash,
-        "toolchain": first.toolchain.to_json(),
+        "toolchain": asdict(first.toolchain),
         "arch": first.arch,
         "space": file.space,
         "alike": dict(file.alike),
@@ -111,7 +111,7 @@ def _outcome(build: BuildRecord) -> tuple[Any, ...]:
     """What a file says of the machine code, or of why there is none."""
     if build.facts is None:
         return tuple(encode(build.failure).values())
-    return build.fingerprint, build.cubin_bytes, *build.facts.to_json().values()
+    return build.fingerprint, build.cubin_bytes, *asdict(build.facts).values()
 
 
 def words_of(kernel: KernelClass, problem: Problem) -> str:

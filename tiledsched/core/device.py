@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiledsched.core.errors import ConfigError, did_you_mean
@@ -52,10 +52,6 @@ class ResourceFacts:
     def resident(self, arch: str) -> int:
         """Blocks that one SM of an arch holds at once. Worked out anew: facts stored earlier counted shared memory twice."""
         return ctas_per_sm(arch, self.registers, self.threads, self.shared_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict; pass it to the constructor to invert."""
-        return asdict(self)
 
 
 def spilled(spill_bytes: int) -> int:

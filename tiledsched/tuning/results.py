@@ -15,7 +15,7 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.evidence import clocks_of, throttled
-from tiledsched.store.records import SAME_NUMBERS, Entry
+from tiledsched.store.records import SAME_NUMBERS, Entry, Printable
 from tiledsched.tuning.builder import Program
 
 
@@ -71,7 +71,7 @@ class WantedNumbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumbersKept:
+class NumbersKept(Printable):
     """That only what is served, and what computes the same bits, could win; and what that cost."""
 
     incumbent: Schedule
@@ -96,11 +96,6 @@ class NumbersKept:
         if self.fastest is not None and self.gain is not None:
             return f"{text}, the fastest, {self.fastest.short()}, takes {self.gain:.1%} less time"
         return text + (", none of them faster" if self.gain is not None else ", and not timed: the budget ended first")
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        fastest = self.fastest.to_json() if self.fastest else None
-        return {**vars(self), "incumbent": self.incumbent.to_json(), "fastest": fastest}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -43,9 +44,7 @@ class Pool:
             facts = store_samples.artifact().facts
             kept = MAX_SPILL_BYTES + 8 if task.schedule["tile_n"] == 64 else 0
             failure = Failure(kind=FailureKind.COMPILE_ERROR, message="no") if task.schedule["tile_n"] == 128 else None
-            artifact = (
-                None if failure else SimpleNamespace(facts=type(facts)(**{**facts.to_json(), "spill_bytes": kept}))
-            )
+            artifact = None if failure else SimpleNamespace(facts=replace(facts, spill_bytes=kept))
             yield SimpleNamespace(task=task, artifact=artifact, failure=failure)
 
 
