@@ -11,7 +11,7 @@ from typing import Any
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.device import ResourceFacts
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.remember.description import Request
 from tiledsched.remember.machine import CallProgram, SearchMachine, run_time_numbers

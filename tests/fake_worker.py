@@ -28,7 +28,8 @@ def cubin(us: float = 100.0, *, noise: float = 0.0, **acts: str) -> bytes:
 
 def artifact(code: bytes, fingerprint: str):
     """Machine code of this GPU as a build gives it."""
-    from tiledsched.build.cubin import Artifact, ResourceFacts
+    from tiledsched.build.cubin import Artifact
+    from tiledsched.core.device import ResourceFacts
 
     facts = ResourceFacts(
         registers=168, threads=128, shared_bytes=65536, spill_bytes=0, num_ctas=1, code_bytes=20480, ctas_per_sm=2
@@ -214,7 +215,7 @@ def named_arguments(step, arguments) -> dict:
 
 def array_at(words, spec):
     """The array whose address, sizes and strides are given."""
-    from tiledsched.core.storage import storage_type
+    from tiledsched.core.arrays import storage_type
 
     ndim = (len(words) - 1) // 2
     kind = numpy.dtype(storage_type(spec.dtype))
@@ -225,8 +226,8 @@ def array_at(words, spec):
 
 def compute(named, what: str) -> None:
     """What the reference makes of the inputs, in float32, in the outputs; or something wrong."""
+    from tiledsched.core.arrays import is_float, to_storage
     from tiledsched.core.cases import expected_outputs, input_specs, output_specs
-    from tiledsched.core.storage import is_float, to_storage
 
     inputs = {spec.name: named[spec.name] for spec in input_specs(gpu.kernel, gpu.problem)}
     right = expected_outputs(gpu.kernel, numpy, gpu.problem, inputs, "float32")

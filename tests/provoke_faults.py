@@ -329,7 +329,7 @@ def run(bench: Bench, faults: list[Fault]) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": device.to_json(),
+        "device": asdict(device),
         "made_up": isinstance(bench, FakeBench),
         "versions": {
             "tiledsched": tiledsched.__version__,

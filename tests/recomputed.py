@@ -20,11 +20,10 @@ import numpy as np
 from scipy import stats
 
 from tiledsched.core.data_files import tuning_db
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import ARCHS, MAX_SPILL_BYTES, ResourceFacts
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import Problem, rate_of
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import MAX_SPILL_BYTES, ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Device

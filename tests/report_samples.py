@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import golden
 import pytest
 
-from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.build.cubin import Artifact
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec
 from tiledsched.core.errors import Failure
 from tiledsched.core.launches import problem_class
 from tiledsched.core.registry import kernel_named
@@ -111,7 +112,7 @@ def taken(
         fingerprint=fingerprint or schedule.id * 2,
         regime=regime,
         median_us=us,
-        device=Device(**{**DEVICE.to_json(), "name": device}),
+        device=replace(DEVICE, name=device),
         ci_low_us=us * 0.995,
         ci_high_us=us * 1.005,
         samples_us=tuple(us * (1 + i / 1000) for i in (-5, -1, 0, 1, 5)),

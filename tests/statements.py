@@ -34,8 +34,8 @@ from recomputed import Evidence
 
 from tiledsched import cli
 from tiledsched.core import data_files
-from tiledsched.core.labels import format_problem, labels_of
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.text import format_problem, labels_of
 from tiledsched.store.manifest import listed_files
 
 

@@ -17,9 +17,10 @@ import pytest
 import sqlalchemy as sa
 from postgres import server
 
-from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.checking.accuracy import Accuracy
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.problem import ProblemClass
 from tiledsched.core.schedule import Schedule

@@ -12,8 +12,8 @@ from tiledsched.checking.errors import case_errors, wrong_result
 from tiledsched.checking.inputs import make_cases
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import arrays, data_files, launches
+from tiledsched.core.arrays import to_storage
 from tiledsched.core.cases import expected_outputs, output_specs
-from tiledsched.core.storage import to_storage
 from tiledsched.interpreter import run_schedule as interpret
 from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.reference import attention_and_lse

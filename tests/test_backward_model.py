@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiledsched.core.cases import shrunk
-from tiledsched.core.device import arch_spec
-from tiledsched.core.resources import spilled
+from tiledsched.core.device import arch_spec, spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

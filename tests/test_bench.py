@@ -19,8 +19,8 @@ from tiledsched.cli import main
 from tiledsched.core.errors import ConfigError, MeasureError, MissingPackageError
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
-from tiledsched.kernels.attention.bench_case import MOST_PAIRS, MOST_SCORES, compared_pairs, reference_of_pair
 from tiledsched.kernels.attention.models import MODELS
+from tiledsched.kernels.attention.rivals import MOST_PAIRS, MOST_SCORES, compared_pairs, reference_of_pair
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions
 from tiledsched.ops.bench import bench_here, choose_methods, methods_of

@@ -13,7 +13,7 @@ import numpy
 import pytest
 from test_cli import SUM
 
-import tiledsched.measure.torch_timing as timing_module
+import tiledsched.measure.timing as timing_module
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.registry import kernel_named, load_kernel
 from tiledsched.core.rivals import Arrays, called

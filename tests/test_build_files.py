@@ -12,9 +12,8 @@ from report_samples import PROBLEM, build_of, report_of
 
 from docs.studies.modelled_programs import write_builds
 from tiledsched.core import data_files
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import ARCHS, spilled
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
-from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.report import WithShipped

@@ -19,9 +19,10 @@ from tiledsched.build import toolchain
 from tiledsched.cli import Ended, _Stderr, app, main, progress, renamed, tuned_output
 from tiledsched.cli.commands import root
 from tiledsched.cli.problems import named_problems, read_problems
-from tiledsched.core import data_files, errors, labels, registry, space_files
+from tiledsched.core import data_files, errors, registry, space_files
 from tiledsched.core.device import ARCHS, PRODUCTS, arch_named, arch_of, describe_gpus
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.text import format_problem
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.runner import Device
 from tiledsched.report.sources import WithShipped
@@ -721,7 +722,7 @@ def test_show_hides_no_schedule_at_80_columns(cli, home, monkeypatch) -> None:
 def test_what_a_problem_is_told_as_is_read_as_that_problem(name) -> None:
     kernel = registry.kernel_named(name)
     for problem in dict.fromkeys(each for suite in kernel.suites for each in kernel.suite(suite)):
-        assert read_problems(kernel, labels.format_problem(problem)) == [problem]
+        assert read_problems(kernel, format_problem(problem)) == [problem]
         assert read_problems(kernel, str(problem)) == [problem], "as it is printed"
 
 

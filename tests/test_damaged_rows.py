@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -62,10 +63,7 @@ def whole(tmp_path_factory):
         fill(db)
         fill_fleet(db)
         own = schedule(128, 128)
-        tools, device = (
-            TOOLCHAIN.__class__(**{**TOOLCHAIN.to_json(), "nvvm": "13.4.99"}),
-            DEVICE.__class__(**{**DEVICE.to_json(), "driver": "590.9"}),
-        )
+        tools, device = (replace(TOOLCHAIN, nvvm="13.4.99"), replace(DEVICE, driver="590.9"))
         sound = measurement(60.0, problem=SOUND, schedule=own, fingerprint="d" * 24, device=device)
         number = db.record_measurement(None, "attention", "abc", tools, sound)
         db.put_entry(

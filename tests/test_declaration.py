@@ -14,11 +14,11 @@ import pytest
 import tiledsched as ts
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.core import launches, registry
+from tiledsched.core.arrays import strides_of
 from tiledsched.core.device import arch_spec
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
-from tiledsched.core.storage import strides_of
 from tiledsched.interpreter import run_schedule
 
 DEVICE = arch_spec("sm_90")
@@ -187,6 +187,14 @@ def test_a_wrong_declaration_names_the_field_and_what_is_allowed(changes, words)
 def test_a_wrong_field_is_refused_at_once(field, given, words):
     with pytest.raises(DeclarationError, match=words):
         field(*given)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda s: s["PART"], lambda s: s.PART, lambda s: s.get("PART", 1), lambda s: s.number("PART")]
+)
+def test_a_knob_that_only_the_grid_reads_is_right_however_it_is_read(read):
+    knobs = {"TILE": [64, 128], "PART": [1, 2]}
+    assert declare(knobs=knobs, grid=lambda p, s, device: (p.rows * read(s),)).knobs == knobs
 
 
 def test_a_wrong_declaration_is_not_known():

@@ -15,11 +15,11 @@ import pytest
 import tiledsched as ts
 from tiledsched.checking.inputs import make_cases
 from tiledsched.checking.interpreted import check_schedule
+from tiledsched.core.arrays import poison, storage_type, to_float, to_storage
 from tiledsched.core.cost import tensor_rate, uses_tensor_cores
 from tiledsched.core.errors import DeclarationError, ProblemError
 from tiledsched.core.fields import DTYPES
 from tiledsched.core.registry import load_kernel
-from tiledsched.core.storage import poison, storage_type, to_float, to_storage
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 

@@ -12,7 +12,8 @@ import sqlalchemy as sa
 from store_samples import entry
 from test_fleet import gone, home, started, wait_for
 
-from tiledsched.core import config, labels
+from tiledsched.core import config
+from tiledsched.core.text import format_problem
 from tiledsched.fleet import running as fleet_run
 from tiledsched.fleet.leases import Leases
 from tiledsched.kernels.attention import Attention
@@ -103,7 +104,7 @@ def fill(path) -> None:
 
 
 def named() -> list[str]:
-    return [word for problem in PROBLEMS for word in ("--problem", labels.format_problem(problem))]
+    return [word for problem in PROBLEMS for word in ("--problem", format_problem(problem))]
 
 
 @pytest.mark.slow

@@ -15,10 +15,9 @@ from tiledsched.build.compiler import compile_schedule
 from tiledsched.checking.interpreted import check_schedule
 from tiledsched.checking.sizes import neighbours
 from tiledsched.core.cases import call_reference, expected_outputs, own_inputs, random_inputs
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import ARCHS, ResourceFacts
 from tiledsched.core.launches import steps
 from tiledsched.core.registry import SHIPPED, kernel_named, problem_from_json, shipped_functions
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.row_schedules import RowSimilarity

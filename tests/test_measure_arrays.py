@@ -24,11 +24,10 @@ from sample_kernels import (
 from tiledsched.build.compiler import compile_schedule
 from tiledsched.build.cubin import _info_records, parts, symbol_of
 from tiledsched.build.elf import sections
-from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.arrays import ArraySpec, is_float, storage_type
 from tiledsched.core.cases import input_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.launches import steps
-from tiledsched.core.storage import is_float, storage_type
 from tiledsched.measure.arrays import ProblemArrays, allocate, each, laid_out, launch_of, number, pack
 from tiledsched.rivals.methods import as_stored, as_tensors
 

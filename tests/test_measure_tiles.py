@@ -13,11 +13,10 @@ import tiledsched as ts
 from tiledsched.checking.errors import OutputErrors, case_errors, output_errors, summary, wrong_result
 from tiledsched.checking.inputs import make_cases
 from tiledsched.checking.interpreted import check_schedule
-from tiledsched.core.arrays import ArraySpec, Tolerance
+from tiledsched.core.arrays import ArraySpec, Tolerance, poison, storage_type, to_float, to_storage
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import poison, storage_type, to_float, to_storage
 
 GATE = Tolerance(relative=0.5, absolute=0.1)
 

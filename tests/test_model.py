@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tiledsched.build.cubin import ResourceFacts
-from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.device import ARCHS, ResourceFacts, arch_spec, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention, model
-from tiledsched.kernels.attention.model import busy_steps, estimate_us, grid_blocks, tile_steps
+from tiledsched.kernels.attention.model import busy_steps, estimate_us, pieces_of, tile_steps
 from tiledsched.kernels.attention.scheduler import SWIZZLE_PAIRS
 
 PLAIN = Schedule(
@@ -231,8 +230,9 @@ class TestIdenticalPrograms:
     def test_the_grid_is_the_kernels(self, knobs):
         for problem in (PROBLEM, PROBLEM.replace(batch=1, heads=1, kv_heads=1)):
             schedule = PLAIN.replace(**knobs)
-            grid = Attention.grids(problem, schedule, arch_spec("sm_90"))
-            assert grid == ((grid_blocks(problem, schedule, arch_spec("sm_90")), 1, 1),)
+            spec, persistent = arch_spec("sm_90"), schedule["persistent"] != "no"
+            blocks = grid_blocks(pieces_of(problem, schedule), schedule, spec, persistent=persistent)
+            assert Attention.grids(problem, schedule, spec) == ((blocks, 1, 1),)
 
 
 class TestPlacement:

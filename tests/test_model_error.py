@@ -12,9 +12,8 @@ import pytest
 from report_samples import plain, problem_of
 
 from tiledsched.core import data_files
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

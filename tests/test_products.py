@@ -12,9 +12,9 @@ from tile_checks import check, make_inputs, run_schedule
 
 import tiledsched as ts
 from tiledsched.build.compiler import compile_schedule
+from tiledsched.core.arrays import LARGEST, to_storage
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import LARGEST, to_storage
 from tiledsched.kernels.epilogues import erfc
 from tiledsched.kernels.grouped_matmul import GroupedMatmul
 from tiledsched.kernels.grouped_matmul.declaration import OFFSET_KINDS, group_ends, most_tiles

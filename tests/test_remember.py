@@ -32,8 +32,8 @@ import tiledsched
 from tiledsched.cli import main
 from tiledsched.core import data_files
 from tiledsched.core.errors import ConfigError, MeasureError
-from tiledsched.core.labels import format_problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.text import format_problem
 from tiledsched.remember import machine as machines, replacing
 from tiledsched.remember.__main__ import main as run_program
 from tiledsched.remember.declaration import stored_kernel

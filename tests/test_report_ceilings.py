@@ -10,8 +10,8 @@ from report_samples import PROBLEM, TOOLCHAIN, add_times, plain, report_of, take
 from tiledsched.core.config import load_settings
 from tiledsched.kernels.matmul import Matmul
 from tiledsched.kernels.softmax import Softmax
-from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.charts import roofs, share_of_ceiling
+from tiledsched.report.landscapes import measured_ceilings
 from tiledsched.report.views import roofline_rows
 from tiledsched.serve.entries import load_entries
 from tiledsched.store.records import Entry

@@ -24,7 +24,7 @@ from tiledsched.checking.inputs import make_cases
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.kernels.attention import Attention, backends as attention_rivals
 from tiledsched.measure.arrays import ProblemArrays
-from tiledsched.measure.torch_timing import CYCLES_PER_US, TorchStopwatch, host_cost_us
+from tiledsched.measure.timing import CYCLES_PER_US, TorchStopwatch, host_cost_us
 from tiledsched.ops.bench import methods_of
 from tiledsched.rivals.bench import bench_cell
 from tiledsched.rivals.methods import OURS

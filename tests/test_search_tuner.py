@@ -17,9 +17,8 @@ from hypothesis import given, settings, strategies as st
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.core import data_files
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import MAX_SPILL_BYTES, arch_spec
 from tiledsched.core.errors import ConfigError, Failure, FailureKind, MeasureError, NoValidScheduleError
-from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
@@ -31,9 +30,9 @@ from tiledsched.store.exchange import TableFile, read_table
 from tiledsched.tuning.builder import Builder
 from tiledsched.tuning.options import EFFORTS, TuneOptions
 from tiledsched.tuning.prior import Elsewhere, Shipped, estimator, plain_schedules, promising_part
+from tiledsched.tuning.results import Watcher
 from tiledsched.tuning.search import NO_SEARCH
 from tiledsched.tuning.tuner import Tuner
-from tiledsched.tuning.watcher import Watcher
 
 LANDSCAPES = sorted((data_files.tuning_db() / "landscapes" / "attention").glob("*_burst_*.json.xz"))
 

@@ -14,12 +14,11 @@ from served_entries import SPACE, default, entry
 
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import MAX_SPILL_BYTES, arch_spec
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

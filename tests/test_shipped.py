@@ -18,11 +18,10 @@ import pytest
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import arch_spec, spilled
 from tiledsched.core.errors import DatabaseError
 from tiledsched.core.launches import steps
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.serve.entries import load_entries

@@ -360,7 +360,7 @@ def row(case: Case, rows: int, rival: Callable[..., Any] | None) -> Iterator[dic
     import torch
 
     import tiledsched as ts
-    from tiledsched.measure.torch_timing import TorchStopwatch
+    from tiledsched.measure.timing import TorchStopwatch
 
     tensors = case.tensors(0, rows)
     calls = [partial(case.function, *tensors)] * 2 + ([partial(rival, *tensors)] if rival else [])

@@ -18,7 +18,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,9 @@ from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import installed_toolchain
 from tiledsched.core import data_files
 from tiledsched.core.cost import LAUNCH_US
-from tiledsched.core.device import ArchSpec, arch_spec
+from tiledsched.core.device import ArchSpec, ResourceFacts, arch_spec
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
@@ -527,7 +526,7 @@ def build() -> None:
     found: dict[str, Any] = {}
     with BuildPool() as pool:
         for built in pool.build(keys):
-            found[keys[built.task]] = built.artifact.facts.to_json() if built.artifact else None
+            found[keys[built.task]] = asdict(built.artifact.facts) if built.artifact else None
     text = json.dumps({"tileiras": installed_toolchain().tileiras, "programs": dict(sorted(found.items()))}, indent=1)
     (DATA / "programs.json").write_text(text + "\n", encoding="utf-8")
 

@@ -26,13 +26,13 @@ from unittest.mock import patch
 
 from docs.studies.flags import flag, integers, parser_with, positive
 from tiledsched.core import chains, launches
+from tiledsched.core.arrays import strides_of
 from tiledsched.core.cases import output_specs, random_inputs
 from tiledsched.core.errors import LaunchError
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import load_kernel
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import strides_of
 from tiledsched.report.document import Table, to_markdown
 
 DECODING = {"seq_q": 1, "dtype": "bfloat16"}
@@ -208,7 +208,7 @@ def times(chain: Chain, plans: Sequence[Any]) -> list[tuple[float, ...]]:
     import torch
 
     from tiledsched.measure.nvml import current_device
-    from tiledsched.measure.torch_timing import TorchStopwatch
+    from tiledsched.measure.timing import TorchStopwatch
 
     flush = torch.empty(max(2 * current_device().l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
     calls = [lambda plan=plan: chain.call(plan, 0) for plan in plans]

@@ -161,7 +161,7 @@ def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, fl
     """Each call's median time in microseconds; calls that fail or cannot be captured are left out."""
     import torch
 
-    from tiledsched.measure.torch_timing import TorchStopwatch
+    from tiledsched.measure.timing import TorchStopwatch
 
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     watch, taken = TorchStopwatch(torch, list(calls.values()), flush), defaultdict[int, list[float]](list)

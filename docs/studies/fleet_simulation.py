@@ -35,8 +35,9 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from docs.studies.modelled_leases import ModelledLeases
-from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.build.cubin import Artifact
 from tiledsched.core import data_files
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.registry import problem_from_json

@@ -353,7 +353,7 @@ def medians_us(methods: Mapping[str, Callable[[], Any]], graphs: bool = False) -
     cannot be captured are left out. With `graphs` they are replays of graphs already."""
     import torch
 
-    from tiledsched.measure.torch_timing import TorchStopwatch
+    from tiledsched.measure.timing import TorchStopwatch
 
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     watch, taken = TorchStopwatch(torch, list(methods.values()), flush), defaultdict(list)

@@ -34,7 +34,7 @@ def rows_of(p: Problem, rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each spread of the problem's rows over its groups."""
     import torch
 
-    from tiledsched.measure.torch_timing import TorchStopwatch, host_cost_us
+    from tiledsched.measure.timing import TorchStopwatch, host_cost_us
     from tiledsched.ops.front import operator
 
     def normal(*shape: int) -> Any:

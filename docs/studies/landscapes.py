@@ -10,10 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.measure.runner import Measurement

@@ -27,12 +27,11 @@ from pathlib import Path
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import ARCHS, ResourceFacts
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention

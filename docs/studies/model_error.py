@@ -25,9 +25,8 @@ from docs.studies import blackwell
 from docs.studies.flags import flag, parser_with
 from docs.studies.landscapes import landscape_of, read_landscape
 from tiledsched.core import data_files
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import arch_spec, spilled
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import spilled
 from tiledsched.report.analysis import WITHIN
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.store.exchange import read_table

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from docs.studies.landscapes import Landscape
-from tiledsched.core.resources import ResourceFacts
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.schedule import PLAIN, Schedule
 
 RIDGE = 10.0

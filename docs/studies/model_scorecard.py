@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiledsched.build.compiler import BuildTask
-from tiledsched.build.cubin import ResourceFacts
 from tiledsched.build.pool import BuildPool
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec
 from tiledsched.core.errors import CompilerError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule

@@ -18,7 +18,7 @@ import lzma
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,12 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool, default_jobs
 from tiledsched.build.toolchain import Toolchain, installed_toolchain
 from tiledsched.core import data_files
-from tiledsched.core.device import ARCHS, arch_spec
+from tiledsched.core.device import ARCHS, arch_spec, spilled
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import write_whole
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.registry import load_kernel
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.store.build_files import BuildFile, read_builds
@@ -91,7 +90,7 @@ def write_builds(path: Path, file: BuildFile) -> None:
     data = {
         "kernel": first.kernel,
         "source_hash": first.source_hash,
-        "toolchain": first.toolchain.to_json(),
+        "toolchain": asdict(first.toolchain),
         "arch": first.arch,
         "space": file.space,
         "alike": dict(file.alike),
@@ -112,7 +111,7 @@ def _outcome(build: BuildRecord) -> tuple[Any, ...]:
     """What a file says of the machine code, or of why there is none."""
     if build.facts is None:
         return tuple(encode(build.failure).values())
-    return build.fingerprint, build.cubin_bytes, *build.facts.to_json().values()
+    return build.fingerprint, build.cubin_bytes, *asdict(build.facts).values()
 
 
 def words_of(kernel: KernelClass, problem: Problem) -> str:

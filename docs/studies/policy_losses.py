@@ -26,10 +26,9 @@ from docs.studies.flags import flag, parser_with
 from docs.studies.landscapes import Landscape, read_landscape, shape_of
 from docs.studies.policy import ANY, Judged, Study, summary
 from tiledsched.build.toolchain import release
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import arch_spec, spilled
 from tiledsched.core.files import write_whole
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown

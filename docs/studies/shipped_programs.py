@@ -12,9 +12,9 @@ from pathlib import Path
 
 from docs.studies.flags import flag, parser_with
 from tiledsched.core import data_files
+from tiledsched.core.device import spilled
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.registry import load_kernel
-from tiledsched.core.resources import spilled
 from tiledsched.core.space_files import space_for
 from tiledsched.report.document import Table, to_markdown
 from tiledsched.store.evidence import for_compiler

@@ -39,13 +39,12 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.toolchain import compiler_at_hand
 from tiledsched.core import data_files
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import arch_spec, spilled
 from tiledsched.core.errors import TiledschedError
 from tiledsched.core.files import csv_text, write_whole
 from tiledsched.core.launches import problem_class
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named, problem_from_json
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
@@ -763,7 +762,7 @@ class Timer:
     def _sampled(
         self, calls: Mapping[str, Callable[[], Any]], found: Mapping[str, Row], p: Problem
     ) -> dict[str, tuple[float, float, float]]:
-        from tiledsched.measure.torch_timing import TorchStopwatch
+        from tiledsched.measure.timing import TorchStopwatch
         from tiledsched.rivals.sampling import Pace, sample_in_turn
 
         host_us = max((found[name].host_us or 0 for name in calls), default=0.0)

@@ -115,7 +115,7 @@ def least_us(problem) -> float:
 
 def write_outputs(arrays, case) -> None:
     """Give the outputs the values that the reference has for these inputs."""
-    from tiledsched.core.storage import to_storage
+    from tiledsched.core.arrays import to_storage
 
     for spec, expected in zip(arrays.output_specs, case.expected, strict=True):
         right = to_storage(numpy, numpy.asarray(expected), spec.dtype)

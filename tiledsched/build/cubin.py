@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 
 from tiledsched.build.elf import HEADER, NOBITS, ElfSection, section_headers, sections
 from tiledsched.build.host_code import carried, carrying, host_of
+from tiledsched.core.device import ResourceFacts, ctas_per_sm
 from tiledsched.core.errors import CompilerError
-from tiledsched.core.resources import ResourceFacts as ResourceFacts, ctas_per_sm as ctas_per_sm
 
 FACTS_AT = {0x10: ("threads", 0), 0x11: ("spill_bytes", 4), 0x2F: ("registers", 4), 0x3D: ("num_ctas", 0)}
 """Attribute -> the fact that its record holds, and at which byte. By cuobjdump's names these are EIATTR_MAX_THREADS_REQUIRED (of

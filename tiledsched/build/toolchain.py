@@ -46,11 +46,7 @@ class Toolchain:
     @property
     def id(self) -> str:
         """Stable id; builds of different toolchains never mix."""
-        return stable_id(self.to_json())
-
-    def to_json(self) -> dict[str, str]:
-        """A plain dict; pass it to the constructor to invert."""
-        return asdict(self)
+        return stable_id(asdict(self))
 
 
 def wheel_folder() -> Path | None:

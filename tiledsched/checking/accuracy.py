@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from tiledsched.core.canonical import OMIT_DEFAULT
 
@@ -37,7 +36,3 @@ class Accuracy:
         if len(inputs) > 1 or "" in inputs:
             return None
         return self.repeatable and other.repeatable and self.outputs == other.outputs
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict; pass it to the constructor to invert."""
-        return {name: value for name, value in asdict(self).items() if name != "outputs" or value}

@@ -14,10 +14,19 @@ from typing import Any
 import numpy
 
 from tiledsched.checking.accuracy import Accuracy
-from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, Tolerance
+from tiledsched.core.arrays import (
+    LARGEST,
+    RELATIVE_ERRORS,
+    SMALLEST,
+    ArraySpec,
+    Tolerance,
+    codes_of,
+    decoded,
+    is_float,
+    unwritten,
+)
 from tiledsched.core.cases import Case
 from tiledsched.core.errors import DeclarationError, Failure, FailureKind
-from tiledsched.core.storage import LARGEST, SMALLEST, codes_of, decoded, is_float, unwritten
 
 ELEMENTS_AT_ONCE = 1 << 26
 """Elements of an output that are compared at a time, or one row of tiles if that is more: it bounds the memory needed."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
+from tiledsched.core.arrays import LARGEST, MANTISSA_BITS, RELATIVE_ERRORS, Tolerance, is_float, to_float, to_storage
 from tiledsched.core.cases import (
     Arrays,
     Case,
@@ -23,7 +23,6 @@ from tiledsched.core.cases import (
 )
 from tiledsched.core.integers import INTEGER_KINDS
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.storage import LARGEST, MANTISSA_BITS, is_float, to_float, to_storage
 
 KINDS = ("edges", "large", "offset")
 """Kinds of inputs, in addition to random ones, for a kernel that declares no `adversarial` cases of its own."""

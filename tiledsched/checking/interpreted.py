@@ -10,11 +10,11 @@ import numpy as np
 
 from tiledsched.checking.errors import OutputErrors, case_errors, worst_error, wrong_result
 from tiledsched.checking.inputs import CHECK_KINDS, make_cases
+from tiledsched.core.arrays import storage_type
 from tiledsched.core.cases import Case, output_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import storage_type
 from tiledsched.interpreter.contraction import Arithmetic
 from tiledsched.interpreter.launch import BlockOrder, SmallDevice, element_type, run_schedule
 from tiledsched.interpreter.uses import TileUses

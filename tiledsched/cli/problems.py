@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiledsched.core import errors, labels
+from tiledsched.core import errors
 from tiledsched.core.config import TRUTHS
 from tiledsched.core.errors import ConfigError, TiledschedError
 from tiledsched.core.fields import Choice, Flag, ProblemField, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.problem_lists import problems_of
+from tiledsched.core.text import fields_called, format_problem, short_names
 
 MOST_PROBLEMS = 10_000
 """Problems that the values of one `-p` may name."""
@@ -76,7 +77,7 @@ def read_values(kernel: KernelClass, text: str) -> dict[tuple[str, ...], list[tu
         key, equals, words = part.partition("=")
         if not equals:
             key, words = _alone(kernel, part)
-        names = labels.fields_called(kernel, key, "/" in words)
+        names = fields_called(kernel, key, "/" in words)
         if names is None:
             raise ConfigError(
                 f"--problem {part!r}: write key=value{_meant(kernel, part)}; the keys of {kernel.name} are "
@@ -101,7 +102,7 @@ def _meant(kernel: KernelClass, part: str) -> str:
         for name, field in kernel.fields.items()
     }
     known = keys(kernel) if equals else [*keys(kernel), *itertools.chain(*words.values())]
-    takes = words.get((labels.fields_called(kernel, errors.nearest(key, known) or "") or ("",))[0], ())
+    takes = words.get((fields_called(kernel, errors.nearest(key, known) or "") or ("",))[0], ())
     return errors.did_you_mean(key, known) + f", which takes {' or '.join(filter(None, takes))}" * bool(
         equals and takes
     )
@@ -212,7 +213,7 @@ def describe_kernel(kernel: KernelClass) -> list[tuple[str, str]]:
     """What the help of a command says of a kernel: its keys, its suites and an example."""
     lines = [("keys", ", ".join(keys(kernel)))]
     if named := kernel.default_problems():
-        lines.append(("example", f"-p {labels.format_problem(named[0])}"))
+        lines.append(("example", f"-p {format_problem(named[0])}"))
     if kernel.suites:
         default = f"{kernel.default_suite} where none is named" if kernel.default_suite else "all where none is named"
         lines.append(("suites", f"{', '.join(kernel.suites)}; {default}"))
@@ -221,4 +222,4 @@ def describe_kernel(kernel: KernelClass) -> list[tuple[str, str]]:
 
 def keys(kernel: KernelClass) -> list[str]:
     """What may stand before `=` in `-p`: short names and fields."""
-    return [*labels.short_names(kernel), *kernel.fields]
+    return [*short_names(kernel), *kernel.fields]

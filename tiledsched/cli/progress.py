@@ -16,7 +16,7 @@ from tiledsched.cli.output import note
 from tiledsched.core.files import printable
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.tuning.watcher import Watcher
+from tiledsched.tuning.results import Watcher
 
 LINE_EVERY_S = 2.0
 """Seconds between two lines of progress off a terminal."""

@@ -356,7 +356,7 @@ def written_report(
 ) -> list[Path]:
     """The files of a report on a kernel, written from what the database holds over what ships; with `only`, on these problems."""
     from tiledsched.report import WithShipped, build_report, write_report
-    from tiledsched.report.serving import Serving
+    from tiledsched.report.sources import Serving
     from tiledsched.serve.entries import load_entries
     from tiledsched.store.db import TuningDB
     from tiledsched.tuning.tuner import modelled_times

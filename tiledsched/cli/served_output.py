@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tiledsched.cli.output import note, print_table, print_wrapped, table_lines, width
 from tiledsched.core.device import arch_of
 from tiledsched.core.groups import grouped, nested
-from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import Problem, rate_of, rate_text, unit_text
 from tiledsched.core.registry import title_of
-from tiledsched.core.text import plural
+from tiledsched.core.text import labels_of, plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
 from tiledsched.store.evidence import stale, stale_by_cause, throttled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiledsched.cli.output import print_lines, print_wrapped
 from tiledsched.cli.served_output import entry_json
-from tiledsched.core import extras, labels, text
+from tiledsched.core import extras, text
 from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem, describe_values, rate_text
 from tiledsched.core.registry import command_word, title_of
@@ -320,5 +320,5 @@ def print_merged(result: records.MergeResult) -> None:
         print(f"contradicted: {each}")
         print(
             f"  let a race decide: tiledsched tune {entry.kernel} --arch {entry.arch} --regime {entry.regime} "
-            f"-p {labels.format_problem(entry.problem)}"
+            f"-p {text.format_problem(entry.problem)}"
         )

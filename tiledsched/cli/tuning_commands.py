@@ -29,8 +29,8 @@ from tiledsched.cli.seen_flag import by_kernel, only_arch, ranked, seen_option, 
 from tiledsched.core.config import INVARIANT
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.files import OwnFolder
-from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.text import format_problem
 from tiledsched.measure.runner import GRAPHS
 from tiledsched.tuning.options import CHECK_ARCH, CheckOptions, RecordOptions, RefreshOptions, TuneOptions
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.arrays import POWERS_OF_TWO, ArraySpec, is_float, shape_of_values, to_float, to_storage
 from tiledsched.core.errors import DeclarationError, TiledschedError, describe, did_you_mean
 from tiledsched.core.fields import Dim, total
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.space import Constraint
 from tiledsched.core.space_files import declared_space
-from tiledsched.core.storage import POWERS_OF_TWO, is_float, shape_of_values, to_float, to_storage
 
 Arrays = dict[str, Any]
 """Array or list of arrays by name."""

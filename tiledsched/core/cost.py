@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiledsched.core.device import ArchSpec
-from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm
+from tiledsched.core.device import REGISTERS_PER_SM, ArchSpec, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 
 COPY_SHARE = 0.88

@@ -17,7 +17,7 @@ from typing import Any
 import cuda.tile as ct
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ListConstraint, ScalarConstraint
 
-from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.arrays import ALIGNMENT, ArraySpec, strides_of, tile_type
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.chains import in_chain
 from tiledsched.core.errors import (
@@ -35,7 +35,6 @@ from tiledsched.core.problem import KernelClass, Problem, ProblemClass
 from tiledsched.core.schedule import COMPILER_HINTS, Schedule
 from tiledsched.core.shapes import shape_names, split_shape
 from tiledsched.core.sources import is_shipped
-from tiledsched.core.storage import ALIGNMENT, strides_of, tile_type
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,19 +15,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from tiledsched.core.arrays import ArraySpec, Tolerance
+from tiledsched.core.arrays import ArraySpec, Tolerance, is_float
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cost import Cost
-from tiledsched.core.device import LEAST_CAPABILITY
+from tiledsched.core.device import LEAST_CAPABILITY, ResourceFacts
 from tiledsched.core.errors import ConfigError, DeclarationError, ProblemError, did_you_mean
 from tiledsched.core.fields import ArrayField, Dim, Knob, Preparation, ProblemField, Scalar, Value, knob
 from tiledsched.core.integers import Integers
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.shapes import read_shape, read_size, split_shape
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import evidence_source, is_shipped, source_hash
-from tiledsched.core.storage import is_float
 
 REPRESENTATIVE_SIZE = 256
 """The size of batch dims for which the one schedule is chosen that serves all their sizes, where none was tuned."""

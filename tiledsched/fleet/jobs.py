@@ -19,9 +19,10 @@ from tiledsched.core.registry import check_allowed
 from tiledsched.fleet.gpus import Gpu
 from tiledsched.measure.estimate import Timing
 from tiledsched.ops.bench import bench_here
+from tiledsched.store.codec import encode
 from tiledsched.tuning.options import Options, RecordOptions, RefreshOptions, TuneOptions, options_of
+from tiledsched.tuning.results import Watcher
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.watcher import Watcher
 
 Progress = Callable[[str], None]
 """Takes a line of text that says what is done just now."""
@@ -114,7 +115,7 @@ def control(session: Session, kernel: KernelClass, problem: Problem, **options: 
     return {
         "fingerprint": candidates[0].artifact.fingerprint,
         **vars(Timing.of(batch.samples_us)),
-        "conditions": batch.conditions.to_json(),
+        "conditions": encode(batch.conditions),
     }
 
 

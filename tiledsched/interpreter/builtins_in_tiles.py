@@ -49,7 +49,7 @@ BUILTINS = {**vars(builtins), "min": tile_min, "max": tile_max, "range": tile_ra
 
 
 def with_tile_builtins(value: Any) -> Any:
-    """A copy of a function, and of the functions it names, that sees cuTile's builtins; see `tiledsched.core.copies`."""
+    """A copy of a function, and of the functions it names, that sees cuTile's builtins; see `tiledsched.core.sources`."""
     own = {name: TypeInTiles(each) if isinstance(each, ct.DType) else each for name, each in vars(ct).items()}
     namespace = ModuleType(ct.__name__)
     vars(namespace).update(own)

@@ -16,13 +16,12 @@ import cuda.tile as ct
 import ml_dtypes
 import numpy as np
 
-from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.arrays import ArraySpec, poison, storage_type, tile_type, to_host
 from tiledsched.core.copies import closed_over
 from tiledsched.core.errors import ProblemError, author_line, describe
 from tiledsched.core.launches import annotated, scratch, steps
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import poison, storage_type, tile_type, to_host
 from tiledsched.interpreter import memory, reductions, shapes  # noqa: F401
 from tiledsched.interpreter.arrays import Array, check_hints
 from tiledsched.interpreter.builtins_in_tiles import with_tile_builtins

@@ -22,16 +22,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy
 
 import tiledsched.core.fields as ts
+from tiledsched.core.arrays import LARGEST
 from tiledsched.core.cases import call_reference
 from tiledsched.core.cost import LAUNCH_US, Cost
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import ArchSpec, ResourceFacts
 from tiledsched.core.errors import ProblemError, did_you_mean
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.rivals import Function, Variants
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
-from tiledsched.core.storage import LARGEST
-from tiledsched.kernels.product_model import ELEMENT_BYTES
+from tiledsched.kernels.product_schedules import ELEMENT_BYTES
 from tiledsched.kernels.torch_rivals import compiled
 
 E4M3 = "float8_e4m3fn"

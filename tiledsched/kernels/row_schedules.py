@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 import numpy
 
 import tiledsched.core.fields as ts
-from tiledsched.core import storage
+from tiledsched.core import arrays
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.cost import COPY_SHARE, LAUNCH_US, WARPS_PER_GROUP, Cost, smooth_max
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import REGISTERS_PER_SM, ArchSpec, ResourceFacts, ctas_per_sm, grid_blocks
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import REGISTERS_PER_SM, ResourceFacts, ctas_per_sm, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity
 from tiledsched.core.sources import is_shipped
@@ -130,7 +129,7 @@ class RowKernel(RowFields, OneFunction):
         return (grid_blocks(-(-p.rows // s.number("TILE_ROWS")), s, device, persistent=bool(s["PERSISTENT"])),)
 
 
-LARGEST, LEAST_HIGHEST = storage.LARGEST["float8_e4m3fn"], 1e-12
+LARGEST, LEAST_HIGHEST = arrays.LARGEST["float8_e4m3fn"], 1e-12
 """Those of `rows`, whose tile code names them as numbers."""
 ROUNDING_ERROR = 0.06
 """Largest relative error of rows over their scale: rounding to four significant bits costs at most 1/17 of a number. That holds

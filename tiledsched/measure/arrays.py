@@ -18,12 +18,20 @@ from typing import Any
 
 import numpy
 
-from tiledsched.core.arrays import ArraySpec, Tolerance
+from tiledsched.core.arrays import (
+    ArraySpec,
+    Tolerance,
+    is_float,
+    poison,
+    same_bits,
+    storage_type,
+    strides_of,
+    to_storage,
+)
 from tiledsched.core.cases import Arrays, Case, output_specs
 from tiledsched.core.errors import DeclarationError
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import is_float, poison, same_bits, storage_type, strides_of, to_storage
 
 Argument = tuple[str, str, Any]
 """("array", name, wide), ("list", name, wide) or ("scalar", dtype, value). `wide`: indexed with 64 bits. Constants are in the

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from tiledsched.build.cubin import Artifact
 from tiledsched.checking.accuracy import Accuracy
@@ -45,10 +45,6 @@ class Device:
     driver: str = ""
     """Driver version, e.g. 580.159.04."""
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict; pass it to the constructor to invert."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
@@ -83,11 +79,6 @@ class Conditions:
         """The other processes that ran on the GPU meanwhile, in words; empty where there were none."""
         numbers = ", ".join(map(str, self.concurrent_pids or ()))
         return f"beside process {numbers} on the GPU" if numbers else ""
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict, under the names that files have."""
-        values = asdict(self)
-        return {**values, "beside": values.pop("concurrent_pids")}
 
 
 @dataclass(frozen=True, kw_only=True)

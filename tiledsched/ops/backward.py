@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiledsched.core.arrays import LARGEST_INT32
+from tiledsched.core.arrays import LARGEST_INT32, strides_of
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.backends import empty_output
 from tiledsched.kernels.attention.options import SCHEMA
 from tiledsched.kernels.attention_backward import AttentionBackward

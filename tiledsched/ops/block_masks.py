@@ -11,12 +11,12 @@ import numpy
 import torch
 from torch import Tensor
 
+from tiledsched.core.arrays import strides_of
 from tiledsched.core.cases import call_reference
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.fields import ALSO_CALLED
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.storage import strides_of
 from tiledsched.kernels.attention.lists import lists_kernel
 from tiledsched.kernels.attention.torch_mods import tile_mods
 from tiledsched.kernels.attention.variants import BLOCK, HEAD, ordered_blocks, variant

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from tiledsched.core.arrays import ALIGNMENT, strides_of
 from tiledsched.core.errors import ProblemError, UnsupportedError
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import ALIGNMENT, strides_of
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.attention.backends import empty_output, output_dtype, raced
 from tiledsched.kernels.attention.options import EIGHT_BITS

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+from tiledsched.core.arrays import strides_of
 from tiledsched.core.canonical import canonical_json
 from tiledsched.core.copies import closed_over, names_in
 from tiledsched.core.modules import LIBRARIES
-from tiledsched.core.storage import strides_of
 
 PLAIN = (bool, int, str, type(None))
 MOST_PARTS = 5000

@@ -18,14 +18,13 @@ import cuda.tile as ct
 
 from tiledsched.build.cubin import Artifact, read_artifact
 from tiledsched.build.toolchain import Toolchain, compiler_at_hand, installed_toolchain
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import MeasureError
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.driver_timeout import asked
 from tiledsched.measure.nvml import ConditionsLog, current_device, labelled
 from tiledsched.measure.runner import Device
-from tiledsched.measure.timing import Log, Stopwatch, flush_bytes
-from tiledsched.measure.torch_timing import TorchStopwatch
+from tiledsched.measure.timing import Log, Stopwatch, TorchStopwatch, flush_bytes
 from tiledsched.remember.description import Grid, Request
 from tiledsched.remember.identity import is_array
 

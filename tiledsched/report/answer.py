@@ -7,11 +7,10 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from tiledsched.core.labels import format_problem, show
 from tiledsched.core.problem import unit_of, unit_text
 from tiledsched.core.registry import command_word, kernel_named
 from tiledsched.core.schedule import named_tile
-from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
+from tiledsched.core.text import code, figure, format_problem, joined, longer, percent, plural, short, show, tile_text
 from tiledsched.measure.runner import HOW
 from tiledsched.report.effects import FEWEST_PROBLEMS, MOST_OTHERS, joined_effects
 from tiledsched.report.records import AS_GOOD, MEASURED, KnobVerdict, ProblemReport, Report, Timed

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiledsched.core.fields import Choice, Flag, total
-from tiledsched.core.labels import labels_of, show
 from tiledsched.core.problem import KernelClass, Problem, describe_values
+from tiledsched.core.text import labels_of, show
 
 
 @dataclass(frozen=True, kw_only=True)

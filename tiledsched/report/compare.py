@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from tiledsched.core.groups import firsts, nested, smallest
-from tiledsched.core.labels import class_words
+from tiledsched.core.text import class_words
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
 from tiledsched.store.evidence import timed_as_now

@@ -20,9 +20,9 @@ from tiledsched.core.device import arch_named
 from tiledsched.core.errors import ConfigError, DatabaseError, TiledschedError
 from tiledsched.core.files import from_csv_cell, plain_text, read_bounded
 from tiledsched.core.groups import grouped
-from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
+from tiledsched.core.text import format_problem
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.compare import (
     ON_ANY_GPU,

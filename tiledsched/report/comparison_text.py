@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tiledsched.core.groups import largest
-from tiledsched.core.labels import class_words
-from tiledsched.core.text import joined, percent, plural
+from tiledsched.core.text import class_words, joined, percent, plural
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.report.compare import Compared, Comparison, KnownTime
 

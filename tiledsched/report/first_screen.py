@@ -7,10 +7,9 @@ from datetime import datetime, timezone
 
 from tiledsched.core.device import describe_gpus
 from tiledsched.core.groups import largest
-from tiledsched.core.labels import show
 from tiledsched.core.registry import kernel_named
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, tile_text
+from tiledsched.core.text import code, figure, joined, longer, percent, plural, short, show, tile_text
 from tiledsched.measure.runner import HOW
 from tiledsched.report.analysis import broad
 from tiledsched.report.answer import best_time, command_of, run_text, tile_unit, verdicts

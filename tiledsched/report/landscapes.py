@@ -1,4 +1,4 @@
-"""Reads what is measured, one problem at a time, and keeps of it what a report is made of.
+"""Reads what is measured, one problem at a time, and keeps of it what a report is made of; and the highest rates measured.
 
 A database may hold a million measurements. Samples are left in it; of a schedule only the newest measurement is kept; and
 where there are more programs than a report can list, those that decide something.
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tiledsched.core.groups import firsts
-from tiledsched.core.problem import KernelClass, Problem
+from tiledsched.core.problem import KernelClass, Problem, unit_of
 from tiledsched.core.schedule import Schedule, named_tile
 from tiledsched.core.sources import source_part
 from tiledsched.measure.clocks import summarise_states
-from tiledsched.report.records import DeviceConditions
+from tiledsched.report.records import MEASURED, Ceiling, DeviceConditions
 from tiledsched.store.evidence import nearest_compiler, of_one_compiler, timed_alike, timed_as_now
 from tiledsched.store.queries import RegimeComparison, compare_regimes
 from tiledsched.store.reading import Circumstances, PlainRow
-from tiledsched.store.records import StoredMeasurement, Toolchain
+from tiledsched.store.records import Entry, StoredMeasurement, Toolchain
 
 if TYPE_CHECKING:
     from tiledsched.report.sources import WithShipped
@@ -330,3 +330,40 @@ class _States:
 def _range(values: Iterable[int]) -> tuple[int, int] | None:
     known = [value for value in values if value]
     return (min(known), max(known)) if known else None
+
+
+LEAST_CACHES = 4
+"""A memory rate counts only for problems of at least this many times the L2 cache, which may keep what is written last."""
+
+
+def measured_ceilings(entries: Iterable[Entry], regime: str, dtypes: Iterable[str]) -> tuple[Ceiling, ...]:
+    """The highest measured rate for each GPU and unit.
+
+    Args:
+        entries: what is served, of every kernel.
+        regime: burst or sustained; entries of the other are left out.
+        dtypes: element types whose arithmetic counts, since narrower ones have higher peaks. Memory has one rate for all.
+    """
+    dtypes, found = set(dtypes), dict[tuple[str, str], Ceiling]()
+    for entry in entries:
+        taken = entry.measurement
+        if entry.provenance != MEASURED or entry.regime != regime or taken is None or not entry.problem.known:
+            continue
+        problem = entry.problem
+        rates = (
+            {"GB/s": problem.gbps(taken.median_us)} if problem.min_bytes >= LEAST_CACHES * taken.device.l2_bytes else {}
+        )
+        if unit_of(problem) == "TFLOP/s" and entry.accum_mode == "fp32" and problem.values.get("dtype") in dtypes:
+            rates["TFLOP/s"] = problem.tflops(taken.median_us)
+        for unit, rate in rates.items():
+            ceiling = Ceiling(
+                device_name=entry.device_name,
+                unit=unit,
+                rate=rate,
+                problem=problem,
+                taken=taken.created_at,
+                sm_clock_mhz=taken.conditions.sm_clock_mhz,
+            )
+            known = found.setdefault((entry.device_name, unit), ceiling)
+            found[entry.device_name, unit] = max(known, ceiling, key=lambda each: each.rate)
+    return tuple(found[key] for key in sorted(found))

@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tiledsched.build.toolchain import compiler_at_hand
-from tiledsched.core.device import ARCHS
+from tiledsched.core.device import ARCHS, spilled
 from tiledsched.core.errors import or_none
 from tiledsched.core.fields import Choice, Flag
 from tiledsched.core.groups import firsts, grouped
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass, rate_of
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import source_part
 from tiledsched.core.space import SearchSpace
@@ -22,12 +21,10 @@ from tiledsched.core.space_files import space_for
 from tiledsched.measure.estimate import Timing
 from tiledsched.report.analysis import tile_times
 from tiledsched.report.axes import axes_of
-from tiledsched.report.ceilings import measured_ceilings
 from tiledsched.report.effects import tile_knobs
-from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, read_measured
+from tiledsched.report.landscapes import Landscape, LandscapeKey, accum_mode, measured_ceilings, read_measured
 from tiledsched.report.records import MEASURED, MODELLED, FailureCount, ProblemReport, Report, Section, Timed, Untuned
-from tiledsched.report.serving import Serving
-from tiledsched.report.sources import WithShipped
+from tiledsched.report.sources import Serving, WithShipped
 from tiledsched.serve.chain import Served
 from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.evidence import for_compiler, of_kernel

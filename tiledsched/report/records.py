@@ -11,10 +11,10 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from tiledsched.build.cubin import ResourceFacts
-from tiledsched.core.labels import class_words
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import HINT_KNOBS, KnobValue, Schedule
+from tiledsched.core.text import class_words
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Device
 from tiledsched.report.axes import Axes

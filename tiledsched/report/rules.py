@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.core.labels import labels_of, show
 from tiledsched.core.schedule import KnobValue
-from tiledsched.core.text import code
+from tiledsched.core.text import code, labels_of, show
 from tiledsched.report.analysis import broad
 from tiledsched.report.records import AS_GOOD, ProblemReport
 

@@ -1,7 +1,10 @@
-"""What a report reads: a database, and below it the tables, landscapes and builds that ship for the kernel and arch."""
+"""What a report reads: a database, and below it the tables, landscapes and builds that ship for the kernel and arch; and what
+`explain` serves for its problems, found by the same lookup.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -11,14 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiledsched.core import data_files
-from tiledsched.core.config import log
-from tiledsched.core.errors import DatabaseError, or_none
+from tiledsched.core.config import Settings, log
+from tiledsched.core.device import ResourceFacts
+from tiledsched.core.errors import ConfigError, DatabaseError, NoValidScheduleError, SpaceError, or_none
 from tiledsched.core.groups import grouped, largest, nested
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.core.space_files import space_for
+from tiledsched.serve.chain import Served
+from tiledsched.serve.entries import load_table
+from tiledsched.serve.lookup import LookupTable
 from tiledsched.store.build_files import BuildFile, read_builds
 from tiledsched.store.evidence import LANDSCAPE
 from tiledsched.store.exchange import read_table
@@ -196,3 +202,36 @@ def _conditions_of(stored: StoredMeasurement) -> tuple[Problem, str, str, str]:
     """What times must agree in to be of one landscape: problem, GPU, regime and compiler."""
     own = stored.measurement
     return own.problem, own.device.name, own.regime, stored.toolchain.tileiras
+
+
+class Serving:
+    """The lookup of one kernel on one arch.
+
+    Args:
+        arch: e.g. sm_90.
+        table_of: gives the lookup table for an accuracy class, fp32 or fp16.
+    """
+
+    def __init__(self, arch: str, table_of: Callable[[str], LookupTable]) -> None:
+        self.arch = arch
+        self._table = functools.cache(table_of)
+
+    @classmethod
+    def by_settings(cls, settings: Settings, kernel: KernelClass, arch: str) -> Serving:
+        """The lookup that commands use: over the entries of every layer, with what settings request. Rivals are left out of it,
+        because they decide which function is called, and not which schedule is served.
+        """
+        of_mode = functools.partial(replace, settings, rivals="off")
+        return cls(arch, lambda mode: load_table(of_mode(accum_mode=mode), kernel=kernel, archs={arch}))
+
+    def served(self, problem: Problem, device_name: str, accum_mode: str, *, tuned: bool = True) -> Served | None:
+        """What `explain` serves on a device; an empty name stands for any of the arch. Without `tuned`, what it would serve if
+        neither the problem nor another one that is the same work had ever been tuned. None where the lookup says what is wrong
+        with the settings, or the arch has no search space.
+        """
+        table = self._table(accum_mode)
+        try:
+            left = table if tuned else table.without(problem, self.arch)
+            return left.resolve(problem, self.arch, device_name)
+        except (ConfigError, SpaceError, NoValidScheduleError):
+            return None

@@ -11,10 +11,9 @@ from typing import Any
 
 from tiledsched.core.device import describe_gpus
 from tiledsched.core.groups import nested
-from tiledsched.core.labels import class_words
 from tiledsched.core.problem import Problem, unit_text
 from tiledsched.core.schedule import SHORT
-from tiledsched.core.text import NOTHING, code, microseconds, percent_cell, plural, short
+from tiledsched.core.text import NOTHING, class_words, code, microseconds, percent_cell, plural, short
 from tiledsched.report import charts
 from tiledsched.report.analysis import few_schedules
 from tiledsched.report.answer import answer, next_step, target_of

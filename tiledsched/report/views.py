@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiledsched.core.groups import grouped
-from tiledsched.core.labels import show
 from tiledsched.core.problem import unit_of
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.text import change, code, joined, plural
+from tiledsched.core.text import change, code, joined, plural, show
 from tiledsched.report.analysis import FEWEST_PROGRAMS, broad
 from tiledsched.report.axes import cell
 from tiledsched.report.effects import LEAST_PAIRS, value_effects

@@ -24,8 +24,7 @@ from tiledsched.core.rivals import Arrays, Method, RivalCase
 from tiledsched.measure.driver_timeout import asked
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.nvml import ConditionsLog, current_device
-from tiledsched.measure.timing import GRAPH_LAUNCHES, STILL_WARM_S, Log, Stopwatch
-from tiledsched.measure.torch_timing import TorchStopwatch
+from tiledsched.measure.timing import GRAPH_LAUNCHES, STILL_WARM_S, Log, Stopwatch, TorchStopwatch
 from tiledsched.rivals.methods import (
     MATMUL,
     Trial,

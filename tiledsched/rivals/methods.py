@@ -12,16 +12,14 @@ from functools import partial
 from typing import Any
 
 from tiledsched.checking.errors import NOT_FINITE, Error, error_of
-from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec
+from tiledsched.core.arrays import RELATIVE_ERRORS, ArraySpec, storage_type, tile_type
 from tiledsched.core.cases import Arrays as Stored, expected_outputs, input_specs, output_specs, random_inputs
 from tiledsched.core.errors import MeasureError, UnsupportedError
 from tiledsched.core.modules import SHIPPED_KERNELS
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.registry import SHIPPED
 from tiledsched.core.rivals import Arrays, Call, Function, Method, RivalCase, called
-from tiledsched.core.storage import storage_type, tile_type
-from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES
-from tiledsched.measure.torch_timing import LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
+from tiledsched.measure.timing import GRAPH_BELOW_US, GRAPH_LAUNCHES, LOOKS, SPIN_MARGIN, TorchStopwatch, host_cost_us
 
 OURS = "tiledsched"
 """The method that always runs our kernel."""

@@ -22,8 +22,7 @@ from tiledsched.measure import timing
 from tiledsched.measure.arrays import Launch, ProblemArrays
 from tiledsched.measure.nvml import ConditionsLog
 from tiledsched.measure.runner import GRAPHS, RivalTime
-from tiledsched.measure.timing import launches_in_graph, sample_rounds
-from tiledsched.measure.torch_timing import TorchStopwatch
+from tiledsched.measure.timing import TorchStopwatch, launches_in_graph, sample_rounds
 from tiledsched.rivals.methods import Trial, as_list, as_stored, as_tensors, capture_short, outputs_by_name, try_call
 from tiledsched.rivals.races import rival_time
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.core import config
+from tiledsched.core.arrays import ALIGNMENT
 from tiledsched.core.config import Settings, configure, log
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.registry import place_of
-from tiledsched.core.storage import ALIGNMENT
 from tiledsched.store.captured_calls import ENDING, VERSION, seen_folder
 
 MOST_NOTED = 4096

@@ -9,9 +9,9 @@ from typing import Any
 from tiledsched.build.compiler import export
 from tiledsched.core.config import EXACT, INVARIANT
 from tiledsched.core.device import arch_spec
-from tiledsched.core.labels import format_problem
 from tiledsched.core.problem import Problem, rate_text
 from tiledsched.core.registry import command_word
+from tiledsched.core.text import format_problem
 from tiledsched.measure.runner import RivalTime
 from tiledsched.rivals.offers import Offer
 from tiledsched.serve.chain import Served

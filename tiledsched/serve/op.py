@@ -20,12 +20,11 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn import Parameter as TorchParameter
 
 from tiledsched.core import config
-from tiledsched.core.arrays import ArraySpec
+from tiledsched.core.arrays import PACKED, POWERS_OF_TWO, ArraySpec, to_float, to_storage
 from tiledsched.core.cases import call_reference, output_specs
 from tiledsched.core.errors import ConfigError, DeclarationError, LaunchError, ProblemError, UnsupportedError
 from tiledsched.core.problem import Declaration, KernelClass, Problem
 from tiledsched.core.registry import load_kernel
-from tiledsched.core.storage import PACKED, POWERS_OF_TWO, to_float, to_storage
 from tiledsched.rivals.offers import stand_in
 from tiledsched.serve import process
 from tiledsched.serve.chain import Served

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from tiledsched.core.arrays import LARGEST_INT32, ArraySpec
+from tiledsched.core.arrays import LARGEST_INT32, ArraySpec, strides_of, tile_type
 from tiledsched.core.launches import Step, scratch, steps
 from tiledsched.core.problem import Problem, missing_on
-from tiledsched.core.storage import strides_of, tile_type
 from tiledsched.rivals.offers import ELSEWHERE, Rival, choose_rivals
 from tiledsched.serve import capture, process
 from tiledsched.serve.chain import Served

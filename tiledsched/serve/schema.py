@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiledsched.core.arrays import strides_of, tile_type
 from tiledsched.core.errors import ConfigError, ProblemError, did_you_mean
 from tiledsched.core.fields import ALSO_CALLED, LAYOUTS, ArrayField, Choice, Dim, Flag, Sizes
 from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.shapes import is_solvable, read_shape, shape_names, solve, split_shape
-from tiledsched.core.storage import strides_of, tile_type
 
 NO_DEFAULT = object()
 

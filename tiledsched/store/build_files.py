@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind
 from tiledsched.core.files import read_bounded, unpacked
 from tiledsched.core.problem import Problem, ProblemClass
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.codec import decode
 from tiledsched.store.manifest import check_shipped

@@ -21,7 +21,7 @@ from tiledsched.store.codec import REMEMBERED
 from tiledsched.store.evidence import may_be_of
 from tiledsched.store.models import Base, DeviceRow, MeasurementRow, ProblemRow, UtcDateTime
 from tiledsched.store.records import Made, StoredMeasurement, Toolchain
-from tiledsched.store.rows import AT_ONCE, MEASURED_WITH, RowReader, read_json, row_type
+from tiledsched.store.rows import AT_ONCE, PARENTS, RowReader, read_json, row_type
 
 _conditions = cast(MeasurementRow.conditions, Text)
 UNDISTURBED = _conditions.not_like('%"beside": [%') & _conditions.not_like('%"beside":[%')
@@ -154,7 +154,7 @@ class MeasuredProblems:
 
     def __init__(self, rows: RowReader, session: Session, *of_kernel: ColumnElement[bool]) -> None:
         self.rows = rows
-        self.parents = {table: rows.parents(table, ()) for table in MEASURED_WITH}
+        self.parents = {table: rows.parents(table, ()) for table in PARENTS.values()}
         """By table and id, what measurements refer to."""
         wanted = select(ProblemRow.id).where(*of_kernel)
         # An index has the answer to this; which arch they are of is only in the rows.
@@ -173,8 +173,7 @@ class MeasuredProblems:
     def made(self, found: Iterable[Any], make: Callable[[Any], Made], *left_out: str) -> Iterator[Made]:
         """What is made of rows, read without some columns."""
         typed = list(self.rows.typed("measurements", found, *left_out))
-        for table, column in MEASURED_WITH.items():
-            self.rows.parents(table, {getattr(row, column) for row in typed})
+        self.rows.read_parents(typed)
         return self.rows.make("measurements", typed, make)
 
     def circumstances(self, row: Any) -> Circumstances:

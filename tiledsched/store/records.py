@@ -8,10 +8,11 @@ from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar
 
-from tiledsched.build.cubin import Artifact, ResourceFacts
+from tiledsched.build.cubin import Artifact
 from tiledsched.build.toolchain import Toolchain as Toolchain
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.canonical import OMIT_DEFAULT
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import Failure
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.schedule import Schedule

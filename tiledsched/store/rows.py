@@ -15,10 +15,10 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 
-from tiledsched.build.cubin import ResourceFacts
 from tiledsched.build.toolchain import Toolchain
 from tiledsched.checking.accuracy import Accuracy
 from tiledsched.core.config import warn_once
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import DatabaseError, Failure, FailureKind, ProblemError, TiledschedError
 from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.registry import SHIPPED, problem_from_json
@@ -209,6 +209,15 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
 """The columns of each table with the types of their values. What is a record, a dict or a list stands there as JSON."""
 NUMBERED = {"measurements", "runs"}
 """The tables with numbers to which others refer."""
+PARENTS = {
+    "problem_id": "problems",
+    "schedule_id": "schedules",
+    "runner_up_id": "schedules",
+    "device_id": "devices",
+    "toolchain_id": "toolchains",
+    "measurement_id": "measurements",
+}
+"""The columns that refer to what records hold, and the tables of that."""
 RECORDS = {"devices", "problems", "artifacts", "builds", "measurements", "failures", "entries"}
 """The tables whose texts must have the form that they have in files."""
 PLAIN = (str, int, float, datetime, FailureKind, NoneType)
@@ -364,39 +373,43 @@ class RowReader:
             some = ", ".join(map(str, part)) if table in NUMBERED else quoted(part)
             found = list(self.read(table, {}, f"WHERE r.id IN ({some})", *left_out))
             if table == "measurements":
-                self.parents("devices", (row.device_id for row in found))
-                self.parents("toolchains", (row.toolchain_id for row in found))
+                self.read_parents(found, "device_id", "toolchain_id")
             known.update(self.make(table, found, lambda row: (row.id, make(self, row))))
         return known
+
+    def read_parents(self, rows: Sequence[Any], *columns: str) -> None:
+        """Read what rows of one table refer to in these columns, or in all of :data:`PARENTS` that they have."""
+        for column in columns or [each for each in PARENTS if rows and each in rows[0]._fields]:
+            self.parents(PARENTS[column], {getattr(row, column) for row in rows})
+
+    def _parent(self, row: Any, column: str) -> Any:
+        """What a row refers to in a column, which was read; None where it refers to nothing."""
+        identity = getattr(row, column)
+        return None if identity is None else self._parents[PARENTS[column]][identity]
 
     def entries(self, words: Mapping[str, Any], rest: str) -> list[Entry]:
         """The entries of rows, with their measurements but not their samples; the arguments are those of :meth:`read`."""
         found = list(self.read("entries", words, rest))
-        self.parents("problems", (row.problem_id for row in found))
-        self.parents("schedules", (each for row in found for each in (row.schedule_id, row.runner_up_id)))
-        self.parents("toolchains", (row.toolchain_id for row in found))
-        self.parents("measurements", (row.measurement_id for row in found))
+        self.read_parents(found)
         return list(self.make("entries", found, self._entry))
 
     def _entry(self, row: Any) -> Entry:
-        of = self._parents
         if row.provenance == "measured" and row.measurement_id is None:
             raise DatabaseError("measured, but without a measurement")
-        toolchain = None if row.toolchain_id is None else of["toolchains"][row.toolchain_id]
         rivals = read_json(tuple[RivalTime, ...], row.rivals, "rivals")
         ties = read_json(list, row.ties, "ties")
         return record_of(
             Entry,
             row,
             kernel=row.kernel.partition(NAMESAKE)[0],
-            problem=of["problems"][row.problem_id],
-            schedule=of["schedules"][row.schedule_id],
+            problem=self._parent(row, "problem_id"),
+            schedule=self._parent(row, "schedule_id"),
             fingerprint=row.fingerprint or "",
-            measurement=None if row.measurement_id is None else of["measurements"][row.measurement_id],
-            runner_up=None if row.runner_up_id is None else of["schedules"][row.runner_up_id],
+            measurement=self._parent(row, "measurement_id"),
+            runner_up=self._parent(row, "runner_up_id"),
             ties=tuple(decode(Schedule, tie["schedule"], "ties") for tie in ties),
             rivals=rivals,
-            toolchain=toolchain,
+            toolchain=self._parent(row, "toolchain_id"),
             updated_at=in_utc(row.updated_at),
             layer=self.layer,
         )
@@ -404,15 +417,13 @@ class RowReader:
     def failures(self, words: Mapping[str, Any], rest: str) -> Iterator[FailureRecord]:
         """The failures of rows; the arguments are those of :meth:`read`."""
         found = list(self.read("failures", words, rest))
-        for table in ("problems", "schedules", "devices"):
-            self.parents(table, (getattr(row, MEASURED_WITH[table]) for row in found))
+        self.read_parents(found)
         return self.make("failures", found, self._failure)
 
     def measurements(self, rows: Iterable[Sequence[Any]]) -> Iterator[StoredMeasurement]:
         """The measurements of rows."""
         found = list(self.typed("measurements", rows))
-        for table, column in MEASURED_WITH.items():
-            self.parents(table, (getattr(row, column) for row in found))
+        self.read_parents(found)
         return self.make(
             "measurements",
             found,
@@ -421,14 +432,11 @@ class RowReader:
 
     def measurement(self, row: Any, samples_us: tuple[float, ...]) -> StoredMeasurement:
         """The measurement of a row, whose parents were read."""
-        problem, schedule, device, toolchain = (
-            self._parents[table][getattr(row, column)] for table, column in MEASURED_WITH.items()
-        )
         taken = Measurement(
-            problem=problem,
-            schedule=schedule,
+            problem=self._parent(row, "problem_id"),
+            schedule=self._parent(row, "schedule_id"),
             fingerprint=row.fingerprint,
-            device=device,
+            device=self._parent(row, "device_id"),
             regime=row.regime,
             median_us=row.median_us,
             ci_low_us=row.ci_low_us,
@@ -438,7 +446,7 @@ class RowReader:
             conditions=read_json(Conditions, row.conditions, "conditions"),
             runner=row.runner,
         )
-        created_at = in_utc(row.created_at)
+        toolchain, created_at = self._parent(row, "toolchain_id"), in_utc(row.created_at)
         return record_of(StoredMeasurement, row, toolchain=toolchain, measurement=taken, created_at=created_at)
 
     def builds(self, words: Mapping[str, Any], rest: str) -> Iterator[BuildRecord]:
@@ -450,8 +458,7 @@ class RowReader:
             some = quoted(wanted[start : start + AT_ONCE])
             rows = self.read("artifacts", {}, f"WHERE r.arch IN ({archs}) AND r.fingerprint IN ({some})")
             artifacts.update(self.make("artifacts", rows, lambda row: ((row.arch, row.fingerprint), artifact_of(row))))
-        self.parents("schedules", (row.schedule_id for row in found))
-        self.parents("toolchains", (row.toolchain_id for row in found))
+        self.read_parents(found)
         return self.make("builds", found, self._build)
 
     def _build(self, row: Any) -> BuildRecord:
@@ -459,8 +466,8 @@ class RowReader:
         return record_of(
             BuildRecord,
             row,
-            toolchain=self._parents["toolchains"][row.toolchain_id],
-            schedule=self._parents["schedules"][row.schedule_id],
+            toolchain=self._parent(row, "toolchain_id"),
+            schedule=self._parent(row, "schedule_id"),
             problem_class=read_json(ProblemClass, row.problem_class, "problem_class"),
             fingerprint=row.fingerprint or "",
             facts=artifact and artifact.facts,
@@ -472,10 +479,10 @@ class RowReader:
         return record_of(
             FailureRecord,
             row,
-            problem=None if row.problem_id is None else self._parents["problems"][row.problem_id],
-            schedule=self._parents["schedules"][row.schedule_id],
+            problem=self._parent(row, "problem_id"),
+            schedule=self._parent(row, "schedule_id"),
             fingerprint=row.fingerprint or "",
-            device=None if row.device_id is None else self._parents["devices"][row.device_id],
+            device=self._parent(row, "device_id"),
             failure=Failure(kind=row.kind, message=row.message),
             created_at=in_utc(row.created_at),
         )
@@ -485,8 +492,8 @@ class RowReader:
             MeasurementSummary,
             row,
             samples=row.sample_count,
-            device=self._parents["devices"][row.device_id],
-            toolchain=self._parents["toolchains"][row.toolchain_id],
+            device=self._parent(row, "device_id"),
+            toolchain=self._parent(row, "toolchain_id"),
             conditions=read_json(Conditions, row.conditions, "conditions"),
             accuracy=read_new_json(Accuracy, row.accuracy, "accuracy"),
             created_at=in_utc(row.created_at),
@@ -500,13 +507,6 @@ def _explained(kind: Any, row: Sequence[Any], message: str) -> str:
     return f"{kind._fields[number]} {_shown(row[number])}: {what[:1].lower()}{what[1:]}"
 
 
-MEASURED_WITH = {
-    "problems": "problem_id",
-    "schedules": "schedule_id",
-    "devices": "device_id",
-    "toolchains": "toolchain_id",
-}
-"""The tables that a measurement refers to, and by which column."""
 _warned: set[str] = set()
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tiledsched.core.canonical import stable_id
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec, spilled
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.groups import nested
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts, spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.store.evidence import nearest_compiler
 from tiledsched.store.manifest import model_file
@@ -22,7 +21,7 @@ from tiledsched.store.rows import RowReader, quoted, where
 
 Spills = Mapping[str, Mapping[str, int]]
 """By the id of a schedule, then of a class of problems, the bytes of registers that the program spills a thread, where that is
-more than may cost time (:func:`tiledsched.core.resources.spilled`); `DOES_NOT_BUILD` where the compiler makes no program."""
+more than may cost time (:func:`tiledsched.core.device.spilled`); `DOES_NOT_BUILD` where the compiler makes no program."""
 DOES_NOT_BUILD = 1 << 30
 OF_THE_PROGRAM = (FailureKind.COMPILE_ERROR, FailureKind.COMPILE_TIMEOUT)
 """Failures of a build whose cause is the program, and not the day."""

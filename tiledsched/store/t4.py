@@ -186,7 +186,7 @@ def t4_metadata(landscape: Recorded) -> dict[str, Any]:
     return {
         "schema_version": T4_VERSION,
         "metadata": {
-            "hardware": {"hardware_description": [device.to_json()]},
+            "hardware": {"hardware_description": [encode(device)]},
             "environment": {
                 "device_query": {"name": device.name, "driver_version": device.driver},
                 "requirements": [f"{name}=={version}" for name, version in versions if version],

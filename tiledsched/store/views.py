@@ -14,9 +14,9 @@ from sqlalchemy import Connection
 
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.fields import Dim, Flag
-from tiledsched.core.labels import labels_of
 from tiledsched.core.problem import KernelClass
 from tiledsched.core.registry import SHIPPED
+from tiledsched.core.text import labels_of
 from tiledsched.store.engine import SCHEMA_LOCK, one_at_a_time
 from tiledsched.store.models import EntryRow, MeasurementRow, ProblemRow, ScheduleRow, ViewRow, of_name
 

@@ -23,6 +23,7 @@ from tiledsched.core.schedule import Schedule
 from tiledsched.core.sources import of_one_kernel, place_part, source_part
 from tiledsched.measure.clocks import describe_throttling
 from tiledsched.measure.runner import Device
+from tiledsched.store.codec import encode
 from tiledsched.store.evidence import standing
 from tiledsched.store.models import (
     ArtifactRow,
@@ -133,8 +134,8 @@ def _row_of(value: Problem | Schedule | Toolchain | Device) -> tuple[type[Base],
     if isinstance(value, Schedule):
         return ScheduleRow, {"id": value.id, "knobs": value}
     if isinstance(value, Toolchain):
-        return ToolchainRow, {"id": value.id, **value.to_json()}
-    identity = stable_id(value.to_json())  # of which the driver is a part
+        return ToolchainRow, {"id": value.id, **encode(value)}
+    identity = stable_id(encode(value))  # of which the driver is a part
     return DeviceRow, {"id": identity, "name": value.name, "arch": value.arch, "device": value}
 
 

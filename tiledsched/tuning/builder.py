@@ -18,10 +18,9 @@ from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
 from tiledsched.build.toolchain import Toolchain
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec
 from tiledsched.core.errors import CompilerError, Failure, FailureKind
 from tiledsched.core.problem import KernelClass, Problem, ProblemClass
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Candidate, Device, Failed, Measurement

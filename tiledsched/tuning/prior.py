@@ -12,9 +12,8 @@ from pathlib import Path
 
 from tiledsched.core import data_files
 from tiledsched.core.config import Settings
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import ArchSpec, ResourceFacts
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.clocks import describe_throttling

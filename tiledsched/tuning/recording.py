@@ -10,8 +10,8 @@ from tiledsched.build.compiler import BuildTask, Built
 from tiledsched.build.cubin import Artifact
 from tiledsched.build.pool import BuildPool
 from tiledsched.build.store import ProgramStore
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import ConfigError, Failure, FailureKind
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.space_files import chosen_space, space_for
 from tiledsched.measure.replay import ReplayRunner
 from tiledsched.store.exchange import read_table

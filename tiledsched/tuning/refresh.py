@@ -26,8 +26,7 @@ from tiledsched.store.exchange import read_table
 from tiledsched.store.records import Entry, Place, StoredMeasurement
 from tiledsched.tuning.options import RefreshOptions, TuneOptions
 from tiledsched.tuning.resources import Resources
-from tiledsched.tuning.results import TuneReport
-from tiledsched.tuning.watcher import Watcher
+from tiledsched.tuning.results import TuneReport, Watcher
 
 KEPT, RACED, LEFT = "kept", "raced", "to race"
 

@@ -1,4 +1,6 @@
-"""What a tune found, and under `--numerics same`, the numbers that a schedule must give to win and what that costs."""
+"""What a tune found, who is told of its progress, and under `--numerics same`, the numbers that a schedule must give to win and
+what that costs.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,21 @@ from tiledsched.core.problem import KernelClass, Problem
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Candidate, Measurement
 from tiledsched.store.evidence import clocks_of, throttled
-from tiledsched.store.records import SAME_NUMBERS, Entry
+from tiledsched.store.records import SAME_NUMBERS, Entry, Printable
 from tiledsched.tuning.builder import Program
+
+
+class Watcher:
+    """Is told of progress, and shows nothing. The bars of the command line do."""
+
+    def stage(self, problem: Problem, what: str, total: int) -> None:
+        """A stage of `total` steps begins."""
+
+    def step(self, done: int) -> None:
+        """`done` steps of it are done."""
+
+    def best(self, us: float, schedule: Schedule) -> None:
+        """A schedule is the best so far; `us` is measured, or estimated where nothing is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +71,7 @@ class WantedNumbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumbersKept:
+class NumbersKept(Printable):
     """That only what is served, and what computes the same bits, could win; and what that cost."""
 
     incumbent: Schedule
@@ -81,11 +96,6 @@ class NumbersKept:
         if self.fastest is not None and self.gain is not None:
             return f"{text}, the fastest, {self.fastest.short()}, takes {self.gain:.1%} less time"
         return text + (", none of them faster" if self.gain is not None else ", and not timed: the budget ended first")
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
-        fastest = self.fastest.to_json() if self.fastest else None
-        return {**vars(self), "incumbent": self.incumbent.to_json(), "fastest": fastest}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,11 +39,10 @@ from tiledsched.tuning.prior import (
     winners_nearby,
 )
 from tiledsched.tuning.race import RULES, Outcome, RaceResult, near, race, settle, time_ratio
-from tiledsched.tuning.results import NumbersKept, TuneResult, WantedNumbers
+from tiledsched.tuning.results import NumbersKept, TuneResult, WantedNumbers, Watcher
 from tiledsched.tuning.samplers import OURS
 from tiledsched.tuning.study import ScheduleStudy, Trials
 from tiledsched.tuning.surrogate import Known
-from tiledsched.tuning.watcher import Watcher
 
 DEFAULTS = Settings()
 """What decides where neither the options nor the settings say it."""

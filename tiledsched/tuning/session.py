@@ -32,8 +32,7 @@ from tiledsched.tuning.samplers import OURS, make_sampler
 if TYPE_CHECKING:
     from tiledsched.tuning.record import RecordResult
     from tiledsched.tuning.refresh import RefreshReport
-    from tiledsched.tuning.results import TuneReport
-    from tiledsched.tuning.watcher import Watcher
+    from tiledsched.tuning.results import TuneReport, Watcher
 
 
 class Session(Resources):

@@ -21,9 +21,9 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import KnobValue, Schedule
 from tiledsched.core.space import SearchSpace
 from tiledsched.measure.runner import Measurement

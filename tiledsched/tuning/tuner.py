@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from tiledsched.core.config import INVARIANT
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import arch_spec, spilled
 from tiledsched.core.errors import ConfigError, MeasureError, NoValidScheduleError
 from tiledsched.core.groups import grouped
 from tiledsched.core.problem import KernelClass, Problem
-from tiledsched.core.resources import spilled
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.space import DRAWN
 from tiledsched.measure.runner import GRAPHS, RowRunner, Runner

@@ -20,10 +20,9 @@ from tiledsched.serve.transfer import log_us
 from tiledsched.store.captured_calls import SeenProblem
 from tiledsched.store.records import Entry
 from tiledsched.tuning.options import TuneOptions
-from tiledsched.tuning.results import TuneReport
+from tiledsched.tuning.results import TuneReport, Watcher
 from tiledsched.tuning.search import NO_SEARCH, OUT_OF_TIME
 from tiledsched.tuning.session import Session
-from tiledsched.tuning.watcher import Watcher
 
 ASSUMED_LOSSES = {"measured": 0.05, "transferred": 0.1, "modelled": 0.25, "default": 0.25, "forced": 0.1}
 """By provenance, how much slower than the best schedule what is served is taken to be where that is unknown. What a search found,

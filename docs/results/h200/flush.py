@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tiledsched import sdpa
 from tiledsched.measure.nvml import current_device
-from tiledsched.measure.torch_timing import TorchStopwatch
+from tiledsched.measure.timing import TorchStopwatch
 
 SAMPLES = 30
 GAP_S = 2e-3

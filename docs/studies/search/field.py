@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiledsched.build.cubin import ResourceFacts
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.errors import ConfigError
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import KnobValue, Schedule

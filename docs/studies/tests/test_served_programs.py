@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +20,9 @@ from docs.studies.served_programs import DRAWN, add, build_all, drawn
 from docs.studies.shipped_programs import HEAD, row
 from tiledsched.build.compiler import Built
 from tiledsched.build.cubin import Artifact
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import MAX_SPILL_BYTES, arch_spec
 from tiledsched.core.errors import Failure, FailureKind
 from tiledsched.core.registry import kernel_named
-from tiledsched.core.resources import MAX_SPILL_BYTES
 from tiledsched.core.space_files import space_for
 from tiledsched.kernels.attention import Attention
 from tiledsched.kernels.softmax import Softmax
@@ -44,9 +44,7 @@ class Pool:
             facts = store_samples.artifact().facts
             kept = MAX_SPILL_BYTES + 8 if task.schedule["tile_n"] == 64 else 0
             failure = Failure(kind=FailureKind.COMPILE_ERROR, message="no") if task.schedule["tile_n"] == 128 else None
-            artifact = (
-                None if failure else SimpleNamespace(facts=type(facts)(**{**facts.to_json(), "spill_bytes": kept}))
-            )
+            artifact = None if failure else SimpleNamespace(facts=replace(facts, spill_bytes=kept))
             yield SimpleNamespace(task=task, artifact=artifact, failure=failure)
 
 

@@ -21,7 +21,7 @@ from tiledsched.core.errors import UnsupportedError
 from tiledsched.core.extras import package_version
 from tiledsched.core.problem import Problem
 from tiledsched.core.rivals import Arrays, Call, Function, Variants, call_on, is_installed
-from tiledsched.kernels.attention.call_cache import CallCache, PassCache
+from tiledsched.kernels.attention.call_cache import CallCache
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 
 BACKENDS = {
@@ -286,15 +286,16 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
 
     def call(q: Any, k: Any, v: Any, *more: Any) -> Any:
         out, turned = empty_output(q, v.shape[-1]), rows_first(p, q, k, v)
-        if p.lse:
-            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-            attend(*turned, rows_first(p, out, k, v)[0], lse)
-            return out, lse[..., None]
-        if into:
-            attend(*turned, *more, out=rows_first(p, out, k, v)[0])
-            return out
-        made = heads_first(attend(*turned, *more))
-        return made if made.stride() == out.stride() else out.copy_(made)
+        if into is None:
+            made = heads_first(attend(*turned, *more))
+            return made if made.stride() == out.stride() else out.copy_(made)
+        lse = [torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)] if p.lse else []
+        written = rows_first(p, out, k, v)[0]
+        if more:
+            attend(*turned, *more, out=written)
+        else:
+            into(*turned, written, *lse)
+        return (out, lse[0][..., None]) if lse else out
 
     return of_flash_4(p, call)
 
@@ -337,12 +338,15 @@ def flash_4_options(p: Problem, scale: float | None = None, cap: float | None = 
     return options
 
 
-def flash_4_function(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[Function, bool]:
-    """(function, whether it takes `out`): FlashAttention-4 on tensors `[batch, rows, heads, columns]`.
+def flash_4_function(
+    p: Problem, scale: float | None = None, cap: float | None = None
+) -> tuple[Function, CallCache | None]:
+    """FlashAttention-4 on tensors `[batch, rows, heads, columns]`, and a cache of such calls without further arrays, which writes
+    into the output that follows the tensors; None where the function takes no output.
 
     Packed sequences are `[rows, heads, columns]`, and the last arguments are the most rows and the most keys of a sequence.
     FlashAttention-4's inner function needs no autograd and takes `out`. With few rows, it may split the keys. Of a problem with
-    log-sum-exp the function takes five tensors, the last two of which it writes: the output and the log-sum-exp.
+    log-sum-exp the cached function also writes that, which follows the output.
 
     Raises:
         UnsupportedError: FlashAttention-4 is not installed, has no function known here, or no such mask.
@@ -391,7 +395,7 @@ def flash_4_function(p: Problem, scale: float | None = None, cap: float | None =
             made = function(q, k, v, **options, **named, **more)
         return made[0] if isinstance(made, tuple) else made
 
-    def attend_with_lse(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-        attend(q, k, v, out=out, lse=lse, return_lse=True)
+    def attend_into(q: Any, k: Any, v: Any, out: Any, *lse: Any) -> None:
+        attend(q, k, v, out=out, **({"lse": lse[0], "return_lse": True} if lse else {}))
 
-    return PassCache(attend_with_lse, [function]) if p.lse else CallCache(attend, function), "out" in taken
+    return attend, CallCache(attend_into, [function]) if "out" in taken else None

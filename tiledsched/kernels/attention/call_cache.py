@@ -21,61 +21,11 @@ _recording = threading.Lock()
 
 
 class CallCache:
-    """The cached calls of one problem."""
+    """The cached calls of one problem, in which one compiled function is called, or several take turns, with arrays of
+    FlashAttention-4 between them.
 
-    def __init__(self, call: Callable[..., Any], function: Any) -> None:
-        """Cache `call`, which calls FlashAttention-4's `function` once."""
-        self._call = call
-        self._function = function
-        self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
-
-    def __call__(self, q: Any, k: Any, v: Any, *others: Any, out: Any = None) -> Any:
-        """The result of `call`. Only calls with an `out` and without further tensors are cached."""
-        if out is None:
-            return self._call(q, k, v, *others)
-        tensors = (q, k, v, out)
-        if others or any(each.requires_grad or each.data_ptr() % ALIGNED for each in tensors):
-            return self._call(q, k, v, *others, out=out)
-        lie = tuple((each.shape, each.stride(), each.device) for each in tensors)
-        call = self._calls.get(lie)
-        if call is None:
-            made, self._calls[lie] = self._first(tensors)
-            return made
-        call(*tensors)
-        return out
-
-    def _first(self, tensors: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
-        """(result of the whole call, function to call from now on with four such tensors)."""
-
-        def whole(q: Any, k: Any, v: Any, out: Any) -> Any:
-            return self._call(q, k, v, out=out)
-
-        with _recording:
-            cache = getattr(self._function, CACHE, None)
-            if cache is None:
-                return whole(*tensors), whole
-            watched = _RecordingCache(cache, [])
-            setattr(self._function, CACHE, watched)
-            try:
-                made = whole(*tensors)
-            finally:
-                setattr(self._function, CACHE, cache)
-        if len(watched.calls) != 1:
-            return made, whole
-        compiled, given, named = watched.calls[0]
-        first, rest = given[: len(tensors)], given[len(tensors) :]
-        if named or any(_lies(theirs) != _lies(ours) for theirs, ours in zip(first, tensors, strict=True)):
-            return made, whole
-        if any(_tensor(each) for value in rest for each in (value if isinstance(value, tuple) else (value,))):
-            return made, whole
-        return made, lambda *tensors: compiled(*tensors, *rest)
-
-
-class PassCache:
-    """The cached calls of a pass in which several compiled functions take turns, with arrays of FlashAttention-4 between them.
-
-    Such an array is allocated anew in each call. One that the first function is given is written by it, as sums are set to zero
-    there; the others hold zeros.
+    Such an array is allocated anew in each call. One that the first of several functions is given is written by it, as sums are
+    set to zero there; the others hold zeros. One function alone is given no such arrays, and is called once.
     """
 
     def __init__(self, call: Callable[..., Any], functions: Sequence[Any]) -> None:
@@ -109,8 +59,14 @@ class PassCache:
             finally:
                 for function, cache in zip(self._functions if known else (), caches, strict=False):
                     setattr(function, CACHE, cache)
-        launches = _launches(calls, tensors)
-        return self._call if launches is None else partial(_launch, *launches)
+        arrays, launches = _launches(calls, tensors) or ([], [])
+        if not launches or (len(self._functions) == 1 and (arrays or len(launches) > 1)):
+            return self._call
+        compiled, arguments = launches[0]
+        rest = [value for place, value in arguments if place is None]
+        if len(launches) == 1 and [place for place, _ in arguments] == [*range(len(tensors)), *[None] * len(rest)]:
+            return lambda *tensors: compiled(*tensors, *rest)
+        return partial(_launch, arrays, launches)
 
 
 def _launches(calls: list[Recorded], tensors: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import Tolerance
-from tiledsched.core.device import arch_spec
+from tiledsched.core.device import ResourceFacts, arch_spec, grid_blocks
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention import likely, problem
 from tiledsched.kernels.attention.model import AttentionCost

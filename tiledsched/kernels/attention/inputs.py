@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
 
+from tiledsched.core.arrays import LARGEST, storage_type, to_storage
 from tiledsched.core.cases import Case, laid_out
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import LARGEST, storage_type, to_storage
 from tiledsched.kernels.attention.options import EIGHT_BITS
 from tiledsched.kernels.attention.problem import padding_below
 from tiledsched.kernels.attention.reference import by_row
@@ -259,14 +260,12 @@ def _negative(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
     k += NEGATIVE_SCORE / q.shape[1] ** 0.5 * signs[0]
 
 
-def _rising(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
-    """Scores rise by 24 from the first key to the last: every key tile raises the row maximum and rescales what was."""
-    _ramp(xp, q, k, signs[0], xp.linspace(0.0, RISE, k.shape[0], dtype=numpy.float32))
-
-
-def _falling(xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
-    """Scores fall by 24 from the first key to the last: the first tile has the maximum, and most probabilities underflow."""
-    _ramp(xp, q, k, signs[0], xp.linspace(RISE, 0.0, k.shape[0], dtype=numpy.float32))
+def _ramp(first: float, last: float, xp: Any, q: Any, k: Any, v: Any, signs: Any) -> None:
+    """Scores go from one number at the first key to another at the last."""
+    _near(xp, q, signs[0])
+    k *= 0.02
+    scores = xp.linspace(first, last, k.shape[0], dtype=numpy.float32)
+    k += (scores / q.shape[1] ** 0.5)[:, None] * signs[0]
 
 
 def peaked(xp: Any, q: Any, *others: Any) -> None:
@@ -312,16 +311,12 @@ def _near(xp: Any, q: Any, direction: Any) -> None:
     q += direction
 
 
-def _ramp(xp: Any, q: Any, k: Any, direction: Any, scores: Any) -> None:
-    _near(xp, q, direction)
-    k *= 0.02
-    k += (scores / q.shape[1] ** 0.5)[:, None] * direction
-
-
-_SHAPE = {
+_SHAPE: dict[str, Callable[..., None]] = {
     "negative": _negative,
-    "rising": _rising,
-    "falling": _falling,
+    # Every key tile raises the row maximum, and rescales what was.
+    "rising": partial(_ramp, 0.0, RISE),
+    # The first tile has the maximum, and most probabilities underflow.
+    "falling": partial(_ramp, RISE, 0.0),
     "peaked": peaked,
     "large": _large,
     "cancelling": _cancelling,

@@ -28,9 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiledsched.core.cost import EFFICIENCY, LAUNCH_US, WARPGROUP_ROWS, WARPS_PER_GROUP, Cost, PublishedTime, smooth_max
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import (
+    REGISTERS_PER_SM,
+    SHARED_KIB_PER_SM,
+    ArchSpec,
+    ResourceFacts,
+    ctas_per_sm,
+    grid_blocks,
+)
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.problem import hidden_keys, padding_keys
 from tiledsched.kernels.attention.published import published_device, published_rivals
@@ -139,7 +145,7 @@ class AttentionCost(Cost):
                 break
         columns = p.tile_d * p.element_bytes
         wanted = (block_rows(s) + TILES_IN_FLIGHT * s.number("tile_n")) * columns
-        shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
+        shared_bytes = min(wanted, (SHARED_KIB_PER_SM.get(spec.arch, 228) << 10) // occupancy)
         return ResourceFacts(
             registers=registers,
             threads=threads,
@@ -181,7 +187,7 @@ def estimate_us(
     """
     rows, step_n, shares = block_rows(schedule), step_keys(schedule), splits(problem, schedule)
     resident = facts.resident(spec.arch)
-    turn = steps_per_turn(schedule)
+    turn, pieces = steps_per_turn(schedule), pieces_of(problem, schedule)
     masked = problem.causal or problem.spanned or problem.mask_mod or problem.seq_k % (step_n * turn) != 0
     split = bool(schedule["loop_split"])
     # cycles[k]: a step of every block while k blocks share an SM.
@@ -201,7 +207,7 @@ def estimate_us(
         splits=shares,
         order=str(schedule["block_order"]),
         snake=schedule["persistent"] == "snake",
-        grid=grid_blocks(problem, schedule, spec) if schedule["persistent"] != "no" else 0,
+        grid=0 if schedule["persistent"] == "no" else grid_blocks(pieces, schedule, spec, persistent=True),
         sms=max(1, spec.sm_count // facts.num_ctas),
         resident=resident,
         extra=round(extra * 4.0) / 4.0,
@@ -215,7 +221,7 @@ def estimate_us(
     elif problem.min_bytes <= spec.l2_bytes:
         traffic = 0.0
     memory_us = traffic / (DRAM_EFFICIENCY * spec.dram_gbps * 1e3)
-    waves = max(1.0, pieces_of(problem, schedule) * facts.num_ctas / (spec.sm_count * resident))
+    waves = max(1.0, pieces * facts.num_ctas / (spec.sm_count * resident))
     memory_us *= (math.ceil(waves) / waves) ** LAST_WAVE  # too few blocks are left to ask for all that memory gives
     combined_us = (COMBINE_US if combines_later(problem, schedule) else LAST_BLOCK_US) if shares > 1 else 0.0
     return LAUNCH_US + combined_us + smooth_max(compute_us, memory_us)
@@ -240,14 +246,6 @@ def pieces_of(problem: Problem, schedule: Schedule) -> int:
     rows = problem.mean_rows * pack_width(problem, schedule)
     tiles = -(-rows // block_rows(schedule)) * problem.sequences * packs(problem, schedule)
     return tiles * splits(problem, schedule)
-
-
-def grid_blocks(problem: Problem, schedule: Schedule, spec: ArchSpec) -> int:
-    """Blocks launched, as the template launches them (clusters count once)."""
-    pieces = pieces_of(problem, schedule)
-    if schedule["persistent"] == "no":
-        return pieces
-    return min(pieces, max(1, spec.sm_count * max(1, schedule.number("occupancy")) // schedule.number("num_ctas")))
 
 
 def block_cycles(problem: Problem, schedule: Schedule, facts: ResourceFacts) -> float:

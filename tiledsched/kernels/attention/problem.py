@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiledsched.core.arrays import LARGEST_INT32
+from tiledsched.core.arrays import ALIGNMENT, LARGEST_INT32
 from tiledsched.core.errors import ProblemError
 from tiledsched.core.fields import ITEM_BYTES, Value
-from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.attention.options import ALIGNMENTS, EIGHT_BITS, FIELDS, feature_words
 from tiledsched.kernels.attention.scales import DEFAULT_CAP, default_scale
 from tiledsched.kernels.attention.similarity import FEW_ROWS

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tiledsched.core.storage import to_float
+from tiledsched.core.arrays import to_float
 from tiledsched.kernels.attention.options import EIGHT_BITS
 
 ROWS_PER_CHUNK = 2048

@@ -36,11 +36,12 @@ def scales(p: Problem, scale: float | None = None, cap: float | None = None) -> 
     Raises:
         ProblemError: a scale or cap that is not positive or not a normal float32; minus infinity times it would be NaN.
     """
-    value = (default_scale(p) if scale is None else scale) * LOG2_E
+    softmax_scale = default_scale(p) if scale is None else scale
+    value = softmax_scale * LOG2_E
     if not SMALLEST_NORMAL < value < LARGEST_FLOAT:
         raise ProblemError(f"the softmax scale must be positive and a normal float32, got {scale!r}")
     if getattr(p.declaration, "mods", (None,))[0] is not None:
-        return LOG2_E, value / LOG2_E
+        return LOG2_E, softmax_scale
     if not p.softcap:
         return value, 0.0
     limit = DEFAULT_CAP if cap is None else cap

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tiledsched.core.arrays import ALIGNMENT
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import FAR, Similarity
-from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.attention.options import FIELDS
 from tiledsched.kernels.attention.tiling import steps_per_turn
 

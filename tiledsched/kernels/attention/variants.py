@@ -22,6 +22,7 @@ from typing import Any
 import numpy
 
 import tiledsched.core.fields as ts
+from tiledsched.core.arrays import to_float, to_storage
 from tiledsched.core.canonical import stable_id
 from tiledsched.core.cases import Case, drawn, random_inputs
 from tiledsched.core.copies import names_in
@@ -33,7 +34,6 @@ from tiledsched.core.problem import KernelClass
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.shapes import split_shape
 from tiledsched.core.sources import compiled
-from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention import problem
 from tiledsched.kernels.attention.declaration import Attention
 from tiledsched.kernels.attention.inputs import adversarial_case, places

@@ -33,7 +33,7 @@ from tiledsched.kernels.attention.backends import (
     torch_operator,
     torch_varlen_options,
 )
-from tiledsched.kernels.attention.call_cache import PassCache
+from tiledsched.kernels.attention.call_cache import CallCache
 
 TORCH_CUDNN, TORCH_FLASH = "torch_cudnn", "torch_flash"
 FLASH_4_FUNCTIONS = ("_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
@@ -208,7 +208,7 @@ def flash_attention_4(p: Problem, scale: float | None = None, cap: float | None 
     def whole(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, dq: Any, dk: Any, dv: Any, **named: Any) -> Any:
         return function(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options, **named)
 
-    cached = PassCache(whole, [function, *around])
+    cached = CallCache(whole, [function, *around])
 
     def differentiate(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *others: Any) -> Any:
         found = [empty_output(each, each.shape[3]) for each in (q, k, v)]

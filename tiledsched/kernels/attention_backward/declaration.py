@@ -10,9 +10,9 @@ from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import Tolerance
+from tiledsched.core.device import grid_blocks
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.declaration import BLOCK_ORDERS
 from tiledsched.kernels.attention.options import ARRAYS, FIELDS, MAX_HEAD_DIM, AttentionFields, feature_constants

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy
 
+from tiledsched.core.arrays import to_float, to_storage
 from tiledsched.core.cases import Case, input_specs
 from tiledsched.core.problem import Problem
-from tiledsched.core.storage import to_float, to_storage
 from tiledsched.kernels.attention.inputs import (
     CODES,
     LARGEST_SINK,
@@ -142,16 +143,6 @@ def _offset_scores(score: float, xp: Any, q: Any, k: Any, v: Any, gradient: Any,
     k[:, :columns] += score * q.shape[1] ** 0.5 / QUERY_NORM / columns**0.5 * signs[0, :columns]
 
 
-def _low(*arrays: Any) -> None:
-    """Scores near -100: the exponential of a score of padding, which is 0, minus the log-sum-exp overflows in float32."""
-    _offset_scores(-100.0, *arrays)
-
-
-def _high(*arrays: Any) -> None:
-    """Scores near 100: the exponential of a score overflows unless the log-sum-exp is taken off first."""
-    _offset_scores(100.0, *arrays)
-
-
 def _cancelling(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
     """Values and output gradients near one: the differences of dP from delta are small beside either."""
     for each in (v, gradient):
@@ -171,10 +162,12 @@ def _still(xp: Any, q: Any, k: Any, v: Any, gradient: Any, signs: Any) -> None:
     gradient[...] = 0.0
 
 
-_SHAPE = {
+_SHAPE: dict[str, Callable[..., None]] = {
     "borders": _borders,
-    "low": _low,
-    "high": _high,
+    # The exponential of a score of padding, which is 0, minus the log-sum-exp overflows in float32.
+    "low": partial(_offset_scores, -100.0),
+    # The exponential of a score overflows unless the log-sum-exp is taken off first.
+    "high": partial(_offset_scores, 100.0),
     "peaked": peaked,
     "cancelling": _cancelling,
     "large": _large,

@@ -20,9 +20,15 @@ from typing import Any
 import numpy as np
 
 from tiledsched.core.cost import LAUNCH_US, NEXT_LAUNCH_US, WARPGROUP_ROWS, WARPS_PER_GROUP, Cost, smooth_max
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import (
+    REGISTERS_PER_SM,
+    SHARED_KIB_PER_SM,
+    ArchSpec,
+    ResourceFacts,
+    ctas_per_sm,
+    grid_blocks,
+)
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import REGISTERS_PER_SM, SHARED_BYTES_PER_SM, ResourceFacts, ctas_per_sm
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.attention.model import (
     CAPPED_EXP2,
@@ -139,7 +145,7 @@ class AttentionBackwardCost(Cost):
         spilled = 4 * math.ceil(max(0.0, held + OTHER_REGISTERS - own))
         columns = (p.tile_d + p.tile_v) * p.element_bytes
         wanted = max(each.block * columns + 2 * each.step * columns for each in passes)
-        shared_bytes = min(wanted, SHARED_BYTES_PER_SM.get(spec.arch, 228) * 1024 // occupancy)
+        shared_bytes = min(wanted, (SHARED_KIB_PER_SM.get(spec.arch, 228) << 10) // occupancy)
         return ResourceFacts(
             registers=registers,
             threads=threads,
@@ -151,23 +157,18 @@ class AttentionBackwardCost(Cost):
         )
 
     def model(self, p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-        """Estimated time in microseconds. Only the order of estimates counts."""
-        return estimate_us(p, s, facts, spec)
-
-
-def estimate_us(p: Problem, s: Schedule, facts: ResourceFacts, spec: ArchSpec) -> float:
-    """Modelled microseconds of all launches of `s` on `p`, on the GPU that `spec` describes."""
-    rows, keys = p.batch * p.heads * p.seq_q, p.batch * p.heads * p.seq_k
-    rate = DRAM_EFFICIENCY * spec.dram_gbps * 1e3
-    total = LAUNCH_US + 2 * rows * p.value_columns * p.element_bytes / rate  # the row sums of dOut * Out
-    for each in passes_of(p, s):
-        total += NEXT_LAUNCH_US + _pass_us(p, s, each, facts, spec, rate)
-        if each.summed:  # zeros before the sums, and what rounds them
-            moved = rows * each.summed * (2 * SUM_BYTES + p.element_bytes)
-            total += NEXT_LAUNCH_US + moved / rate
-    if s["group_heads"] == "apart":  # sums for every query head are written and read again
-        total += NEXT_LAUNCH_US + 2 * SUM_BYTES * keys * (p.tile_d + p.tile_v) / rate
-    return total
+        """Estimated time of all launches in microseconds. Only the order of estimates counts."""
+        rows, keys = p.batch * p.heads * p.seq_q, p.batch * p.heads * p.seq_k
+        rate = DRAM_EFFICIENCY * spec.dram_gbps * 1e3
+        total = LAUNCH_US + 2 * rows * p.value_columns * p.element_bytes / rate  # the row sums of dOut * Out
+        for each in passes_of(p, s):
+            total += NEXT_LAUNCH_US + _pass_us(p, s, each, facts, spec, rate)
+            if each.summed:  # zeros before the sums, and what rounds them
+                moved = rows * each.summed * (2 * SUM_BYTES + p.element_bytes)
+                total += NEXT_LAUNCH_US + moved / rate
+        if s["group_heads"] == "apart":  # sums for every query head are written and read again
+            total += NEXT_LAUNCH_US + 2 * SUM_BYTES * keys * (p.tile_d + p.tile_v) / rate
+        return total
 
 
 def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: ArchSpec, rate: float) -> float:
@@ -190,7 +191,7 @@ def _pass_us(p: Problem, s: Schedule, each: Pass, facts: ResourceFacts, spec: Ar
     first_key = p.window_right + (p.mean_keys - p.mean_rows if p.alignment == "bottom_right" else 0)
     blocks = -(-(p.mean_keys if each.over_keys else p.mean_rows) // each.block) * heads
     order = str(s["block_order"])
-    grid = min(blocks, spec.sm_count * max(1, s.number("occupancy"))) if s["persistent"] else 0
+    grid = grid_blocks(blocks, s, spec, persistent=True) if s["persistent"] else 0
     placed: dict[str, Any] = {
         "rows": each.block,
         "step_n": each.step,

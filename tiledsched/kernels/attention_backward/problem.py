@@ -9,7 +9,7 @@ from tiledsched.core.fields import Value
 from tiledsched.core.problem import Problem
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.attention import problem as forward
-from tiledsched.kernels.attention.scales import LOG2_E, default_scale, scales
+from tiledsched.kernels.attention.scales import default_scale, scales
 from tiledsched.kernels.attention.similarity import copies_rows, feature_distance, octaves_apart
 
 TILE = 128
@@ -60,7 +60,6 @@ def file_words(p: Any) -> str:
 
 def gradient_scales(p: Problem, scale: float | None = None, cap: float | None = None) -> tuple[float, float, float]:
     """The scalars of a launch: `scale_log2` and `cap_scale` of forward (:func:`attention.scales.scales`), and the softmax scale.
-    An author's function of scores is given scores that are scaled.
 
     Args:
         p: the problem.
@@ -70,11 +69,7 @@ def gradient_scales(p: Problem, scale: float | None = None, cap: float | None = 
     Raises:
         ProblemError: a scale or cap that is not positive or not a normal float32.
     """
-    scale_log2, cap_scale = scales(p, scale, cap)
-    value = default_scale(p) if scale is None else float(scale)
-    if getattr(p.declaration, "mods", (None,))[0] is not None:
-        scale_log2, cap_scale = LOG2_E, value
-    return scale_log2, cap_scale, value
+    return *scales(p, scale, cap), default_scale(p) if scale is None else float(scale)
 
 
 class AttentionBackwardSimilarity(Similarity):

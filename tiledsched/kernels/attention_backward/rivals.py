@@ -18,9 +18,9 @@ from tiledsched.kernels.attention.backends import (
     check_torch_mask,
     torch_operator,
 )
-from tiledsched.kernels.attention.bench_case import Drawn, compared_pairs, keys_of, rows_of
 from tiledsched.kernels.attention.problem import mask_of
 from tiledsched.kernels.attention.reference import attention_and_lse
+from tiledsched.kernels.attention.rivals import Drawn, compared_pairs, keys_of, rows_of
 from tiledsched.kernels.attention_backward.backends import (
     TORCH_CUDNN,
     TORCH_FLASH,

@@ -11,11 +11,10 @@ import numpy
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import Tolerance
 from tiledsched.core.cost import LAUNCH_US
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import ArchSpec, ResourceFacts
 from tiledsched.core.fields import ITEM_BYTES
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.cross_entropy.rivals import in_torch
 from tiledsched.kernels.row_schedules import LOADS, RowSimilarity, StreamingCost, TileDemand

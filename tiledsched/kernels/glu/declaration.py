@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
+from tiledsched.core.device import grid_blocks
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.epilogues import ACTIVATIONS as EPILOGUES
 from tiledsched.kernels.glu.rivals import in_torch

@@ -14,15 +14,13 @@ import numpy
 import tiledsched.core.fields as ts
 from tiledsched.core.cases import Case, random_inputs
 from tiledsched.core.cost import NEXT_LAUNCH_US
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import ArchSpec, ResourceFacts, grid_blocks
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts, grid_blocks
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import Similarity, about
 from tiledsched.kernels.grouped_matmul.rivals import raced
-from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost, dram_bytes, step_cycles
-from tiledsched.kernels.product_schedules import instruction, row_bytes
+from tiledsched.kernels.product_schedules import ELEMENT_BYTES, ProductCost, instruction, row_bytes, step_cycles
 
 FEWEST_GROUPS = 32
 """Least width of the vectors over all groups: a warp."""
@@ -77,7 +75,7 @@ class GroupedMatmulCost(ProductCost):
     def dram_bytes(self, p: Problem, s: Schedule, spec: ArchSpec, slots: int) -> float:
         """Every group's matrix once, and beyond that what a product of one group would take."""
         others = max(0, min(p.experts, p.tokens) - 1) * p.k * p.n * ELEMENT_BYTES
-        return others + dram_bytes(p, s, spec, slots)
+        return others + super().dram_bytes(p, s, spec, slots)
 
     def other_launches_us(self, p: Problem, s: Schedule, spec: ArchSpec) -> float:
         """The list of tiles before the product."""

@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import tiledsched.core.fields as ts
+from tiledsched.core.arrays import ALIGNMENT
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
 from tiledsched.core.schedule import Schedule
-from tiledsched.core.storage import ALIGNMENT
 from tiledsched.kernels.matmul.rivals import raced
-from tiledsched.kernels.product_model import ELEMENT_BYTES, ProductCost
 from tiledsched.kernels.product_schedules import (
+    ELEMENT_BYTES,
     MODELS,
     OVERLAP,
     Launch,
     Product,
+    ProductCost,
     ProductSimilarity,
     combine_constants,
     product_launches,

@@ -22,8 +22,7 @@ from tiledsched.kernels.epilogues import (
     arrays_of,
 )
 from tiledsched.kernels.matmul.declaration import TOKENS, Matmul, MatmulSimilarity, Values
-from tiledsched.kernels.product_model import ProductCost
-from tiledsched.kernels.product_schedules import Launch
+from tiledsched.kernels.product_schedules import Launch, ProductCost
 
 SWIGLU, ADDED, BIASED = {"gate": True, "activation": "silu"}, {"residual": True}, {"bias": True}
 MODELS: dict[str, tuple[tuple[int, int, Values], ...]] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import Tolerance
+from tiledsched.core.device import ResourceFacts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.kernels.rms_norm import RmsNorm
 from tiledsched.kernels.rms_norm_backward.rivals import in_torch

@@ -14,23 +14,24 @@ import numpy
 import tiledsched.core.fields as ts
 from tiledsched.core.arrays import RELATIVE_ERRORS, Tolerance
 from tiledsched.core.cost import WARPS_PER_GROUP
-from tiledsched.core.device import ArchSpec
+from tiledsched.core.device import ArchSpec, ResourceFacts
 from tiledsched.core.kernel import Kernel
 from tiledsched.core.problem import Problem
-from tiledsched.core.resources import ResourceFacts
 from tiledsched.core.schedule import Schedule
 from tiledsched.core.similarity import FAR
-from tiledsched.kernels.product_model import ProductCost, step_cycles, tile_columns
 from tiledsched.kernels.product_schedules import (
     MODELS,
     OVERLAP,
     Launch,
     Product,
+    ProductCost,
     ProductSimilarity,
     combine_constants,
     instruction,
     product_launches,
     share_bounds,
+    step_cycles,
+    tile_columns,
 )
 from tiledsched.kernels.scaled_matmul.rivals import raced
 
