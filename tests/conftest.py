@@ -11,13 +11,9 @@ import subprocess
 import sys
 import warnings
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-
-if TYPE_CHECKING:
-    from tiledsched.store.records import Entry
 
 # Read when numpy and torch are loaded, here and in the processes that tests start. The products of small tiles end before
 # a second thread has begun, and one that waits for work takes a core from another of pytest's processes.
@@ -128,6 +124,19 @@ def one_compile_process():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def tables_at_hand():
+    """The tables that ship are read once for the hundreds of tests that serve from them, and no test changes them in place."""
+    from tiledsched.core import data_files
+    from tiledsched.serve import entries
+
+    read, folder = entries.read_shipped_entries, data_files.tuning_db()
+    once = lru_cache(read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entries, "read_shipped_entries", lambda table: (once if folder in table.parents else read)(table))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def process_as_before(request):
     """What commands configure for their process, and the levels and handlers of loggers that settings and `--verbose` change, do
@@ -171,22 +180,11 @@ def serve(monkeypatch):
     module.reload()
 
 
-@lru_cache
-def shipped_entries(table: Path, changed_ns: int) -> list[Entry]:
-    """The entries of a table that ships, read once for the hundreds of tests that serve from it."""
-    from tiledsched.store.shipped import read_shipped_entries
-
-    return read_shipped_entries(table)
-
-
 @pytest.fixture
 def launches(fresh, monkeypatch, tmp_path):
     """The list of launches to come, on CPU tensors; what the kernel does not serve is an error."""
     from serve_on_cpu import Launches, using
 
-    from tiledsched.serve import entries
-
-    monkeypatch.setattr(entries, "read_shipped_entries", lambda table: shipped_entries(table, table.stat().st_mtime_ns))
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
