@@ -81,7 +81,7 @@ def test_every_arch_has_a_space_with_every_knob(arch: str) -> None:
         assert space.violations(space.default(problem), problem) == []
 
 
-@pytest.mark.parametrize("arch", ["sm_100", "sm_121"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_100", marks=pytest.mark.slow), "sm_121"])
 def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     space = space_for(arch, Attention)
     problem = Attention.standard(seq_len=1000, head_dim=256, causal=True)
@@ -99,7 +99,9 @@ def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     assert refused > 0
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "arch", ["sm_90", "sm_120", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_86", "sm_100"))]
+)
 @pytest.mark.parametrize(("seq_len", "causal"), [(1000, False), (1024, True)])
 def test_the_space_is_large_enough_and_not_too_large(arch: str, seq_len: int, causal: bool) -> None:
     """On sm_90, for every problem of 64 or 128 columns; elsewhere the smaller parts allow less."""

@@ -65,6 +65,7 @@ def served():
     return {name: programs(name) for name in SHIPPED}
 
 
+@pytest.mark.slow
 def test_every_kernel_is_run_on_odd_sizes(served):
     """Of some programs of each kernel the sizes, from which the number of all follows."""
     total = 0
