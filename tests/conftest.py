@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import warnings
@@ -122,6 +123,20 @@ def one_compile_process():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiledsched.build.pool.default_jobs", lambda: 1)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_disks():
+    """No database of a test has to outlive a loss of power: SQLite need not wait until a disk has what it wrote."""
+    from sqlalchemy import event, pool
+
+    def forgo(connection, record, proxy) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(pool.Pool, "checkout", forgo)
+    yield
+    event.remove(pool.Pool, "checkout", forgo)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,7 +21,6 @@ PACKAGE = Path(tiledsched.__file__).parent
 SOURCES = {
     path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))
 }
-TREES = {path: ast.parse(text) for path, text in SOURCES.items()}
 FLOORS = (
     {"core"},
     {"interpreter"},
@@ -121,9 +120,15 @@ def file_of(module: str) -> str:
 
 
 @functools.cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax of each file. Every process that runs tests reads this module, and one of them needs it."""
+    return {path: ast.parse(text) for path, text in SOURCES.items()}
+
+
+@functools.cache
 def arrows(path: str) -> list[tuple[str, int]]:
     """The package's own files that a file imports, each with the line."""
-    found = imports(TREES[path])
+    found = imports(trees()[path])
     return [(file_of(module), line) for module, line in found if module.split(".")[0] == "tiledsched"]
 
 
@@ -164,7 +169,7 @@ def test_no_module_is_named_in_a_string():
         f"{path}:{node.lineno} {node.value}"
         for path in SOURCES
         if path not in NAMED
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(trees()[path])
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.fullmatch(r"tiledsched\.[a-z_.]+(:\w+)?", node.value)
@@ -212,7 +217,7 @@ def test_the_words_of_attention_stand_in_its_rooms(room):
 @functools.cache
 def reached(heavy: str) -> set[str]:
     """The files whose import brings in a heavy package: their own import, or that of a module which they import."""
-    early = {path: {module for module, _ in imports(tree, run=True)} for path, tree in TREES.items()}
+    early = {path: {module for module, _ in imports(tree, run=True)} for path, tree in trees().items()}
     files = {
         path: {file_of(each) for each in modules if each.startswith("tiledsched.")} for path, modules in early.items()
     }
@@ -253,7 +258,7 @@ WITHOUT_A_NOUN = re.compile(r"(The only one|The same|torch's own|As of|Of the)\b
 def test_docstrings_can_be_read_alone():
     texts = [
         (path, node.value.value)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
