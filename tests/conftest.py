@@ -96,9 +96,6 @@ def schema_at_hand(request):
     from tiledsched.store.database import Database
     from tiledsched.store.engine import HEAD
 
-    if request.module.__name__ in MIGRATING:
-        yield
-        return
     migrate, script = Database.upgrade, new_schema()
 
     def upgrade(self: Database) -> str:
@@ -113,42 +110,37 @@ def schema_at_hand(request):
         return migrate(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Database, "upgrade", upgrade)
+        patch.setattr(Database, "upgrade", migrate if request.module.__name__ in MIGRATING else upgrade)
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_compile_process():
-    """Commands called here compile in one process where they do not say in how many: each takes a second of CPU to start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiledsched.build.pool.default_jobs", lambda: 1)
-        yield
+def kept(read):
+    """Reads each table that ships once, which no test changes in its place."""
+    from tiledsched.core import data_files
+
+    folder, once = data_files.tuning_db(), lru_cache(read)
+    return lambda table: (once if folder in table.parents else read)(table)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_waiting_for_disks():
-    """No database of a test has to outlive a loss of power: SQLite need not wait until a disk has what it wrote."""
+def nothing_twice():
+    """Hundreds of tests read the tables that ship. Commands called here compile in one process where they do not say in how many:
+    each takes a second of CPU to start. SQLite need not wait for disks: no database of a test has to outlive a loss of power.
+    """
     from sqlalchemy import event, pool
 
-    def forgo(connection, record, proxy) -> None:
-        if isinstance(connection, sqlite3.Connection):
-            connection.execute("PRAGMA synchronous=OFF")
-
-    event.listen(pool.Pool, "checkout", forgo)
-    yield
-    event.remove(pool.Pool, "checkout", forgo)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def tables_at_hand():
-    """The tables that ship are read once for the hundreds of tests that serve from them, and no test changes them in place."""
-    from tiledsched.core import data_files
+    from tiledsched.report import comparison_sources
     from tiledsched.serve import entries
 
-    read, folder = entries.read_shipped_entries, data_files.tuning_db()
-    once = lru_cache(read)
+    event.listen(
+        pool.Pool,
+        "checkout",
+        lambda driver, *_: isinstance(driver, sqlite3.Connection) and driver.execute("PRAGMA synchronous=OFF"),
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entries, "read_shipped_entries", lambda table: (once if folder in table.parents else read)(table))
+        patch.setattr("tiledsched.build.pool.default_jobs", lambda: 1)
+        patch.setattr(entries, "read_shipped_entries", kept(entries.read_shipped_entries))
+        patch.setattr(comparison_sources, "read_table", kept(comparison_sources.read_table))
         yield
 
 
@@ -175,24 +167,19 @@ def process_as_before(request):
 
 @pytest.fixture
 def fresh():
-    """No plan, warning or setting from another test."""
+    """The module of `sdpa`, with no plan, warning or setting from another test."""
     from tiledsched.ops import sdpa as serve
 
     serve.reload()
-    yield
+    yield serve
     serve.reload()
 
 
 @pytest.fixture
-def serve(monkeypatch):
+def serve(fresh, monkeypatch):
     """The module of `sdpa`, which refuses what it does not serve, so that a test which passes was served."""
-    from tiledsched.ops import sdpa as module
-
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
-    module.reload()
-    yield module
-    monkeypatch.delenv("TILEDSCHED_FALLBACK", raising=False)
-    module.reload()
+    return fresh
 
 
 @pytest.fixture

@@ -14,9 +14,7 @@ from tiledsched.core import data_files
 from tiledsched.core.config import Settings
 from tiledsched.measure.runner import Device
 from tiledsched.serve import entries, process
-from tiledsched.serve.bundle import named_bundle
 from tiledsched.serve.process import Runtime
-from tiledsched.store.location import database_exists, site_location
 
 TOLERANCE: dict[Any, dict[str, float]] = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
@@ -34,19 +32,18 @@ def shipped_table(kernel: Any, archs: Any, knobs: Any, beside: Any, **options: s
     return entries.load_table(Settings(db="/nonexistent", knobs=dict(knobs), **options), kernel=kernel, archs=archs)
 
 
-def load_table(settings: Settings, *, kernel: Any, archs: Any) -> Any:
+def load_table(settings: Any, *, kernel: Any, archs: Any) -> Any:
     """The table that serves with these settings. It finds its answers anew."""
-    if database_exists(settings.db) or site_location(settings.site) or named_bundle():
+    if entries.database_exists(settings.db) or entries.site_location(settings.site) or entries.named_bundle():
         return entries.load_table(settings, kernel=kernel, archs=archs)
-    options = {name: getattr(settings, name) for name in ("regime", "accum_mode", "numerics", "rivals")}
-    beside = (
-        entries.layers,
-        entries.compiler_at_hand(),
-        data_files.tuning_db(),
-        data_files.search_spaces(),
-        repr(settings.knobs),
-    )
-    return shipped_table(kernel, archs and frozenset(archs), tuple(settings.knobs.items()), beside, **options)._with()
+    folders = data_files.tuning_db(), data_files.search_spaces()
+    return shipped_table(
+        kernel,
+        archs and frozenset(archs),
+        tuple(settings.knobs.items()),
+        (entries.layers, entries.compiler_at_hand(), folders, repr(settings.knobs)),
+        **{name: getattr(settings, name) for name in ("regime", "accum_mode", "numerics", "rivals")},
+    )._with()
 
 
 class Launches(list):
