@@ -113,6 +113,7 @@ def test_the_space_is_large_enough_and_not_too_large(arch: str, seq_len: int, ca
     assert 100 <= modelled <= count / 5
 
 
+@pytest.mark.slow
 def test_at_most_two_departures_from_the_plain_kernel() -> None:
     problem, pins = PROBLEM.replace(causal=True), SPACE.modelled_pins()
     for schedule in itertools.islice(SPACE.schedules(problem), 0, None, 17):
@@ -213,6 +214,7 @@ def test_constraints_are_checked_early_and_late_alike(monkeypatch) -> None:
     assert len(early) > 100
 
 
+@pytest.mark.slow
 def test_samples_take_every_value_that_a_schedule_may_have() -> None:
     problem, rng = Attention.problem(seq_q=2, seq_k=4096, head_dim=96, heads=8, kv_heads=2, batch=2), random.Random(7)
     drawn = [SPACE.sample(problem, rng) for _ in range(300)]

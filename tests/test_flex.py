@@ -125,7 +125,7 @@ CASES = {
     "uneven": (CAUSAL, {"seq_q": 300, "heads": 3, "kv_heads": 3}, UNEVEN),
     "swizzled": (
         CAUSAL,
-        {"seq_q": 400, "batch": 5, **GROUP},
+        {"seq_q": 400, "batch": 3, **GROUP},
         {"block_order": "swizzled", "tile_n": 32, "loop_split": True},
     ),
     "large": (
