@@ -87,6 +87,7 @@ def test_a_planted_mistake_is_found(tmp_path, evidence, written, file, pattern, 
     assert wrong
 
 
+@pytest.mark.slow
 def test_a_sentence_that_no_pattern_reads_is_counted(tmp_path, evidence, written):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     with (tmp_path / "report.md").open("a") as file:
