@@ -36,8 +36,9 @@ help:
 tune: $(READY)
 	$(BIN)/tiledsched tune $(if $(ARCH),--arch $(ARCH)) $(TUNE_ARGS) --report report
 
+# All tests of docs/studies are slow.
 test: $(VENV)/.test-ready
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not slow' tests
 
 test-all: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal

@@ -7,17 +7,14 @@ import json
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import warnings
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-
-if TYPE_CHECKING:
-    from tiledsched.store.records import Entry
 
 # Read when numpy and torch are loaded, here and in the processes that tests start. The products of small tiles end before
 # a second thread has begun, and one that waits for work takes a core from another of pytest's processes.
@@ -99,9 +96,6 @@ def schema_at_hand(request):
     from tiledsched.store.database import Database
     from tiledsched.store.engine import HEAD
 
-    if request.module.__name__ in MIGRATING:
-        yield
-        return
     migrate, script = Database.upgrade, new_schema()
 
     def upgrade(self: Database) -> str:
@@ -116,15 +110,37 @@ def schema_at_hand(request):
         return migrate(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Database, "upgrade", upgrade)
+        patch.setattr(Database, "upgrade", migrate if request.module.__name__ in MIGRATING else upgrade)
         yield
 
 
+def kept(read):
+    """Reads each table that ships once, which no test changes in its place."""
+    from tiledsched.core import data_files
+
+    folder, once = data_files.tuning_db(), lru_cache(read)
+    return lambda table: (once if folder in table.parents else read)(table)
+
+
 @pytest.fixture(autouse=True, scope="session")
-def one_compile_process():
-    """Commands called here compile in one process where they do not say in how many: each takes a second of CPU to start."""
+def nothing_twice():
+    """Hundreds of tests read the tables that ship. Commands called here compile in one process where they do not say in how many:
+    each takes a second of CPU to start. SQLite need not wait for disks: no database of a test has to outlive a loss of power.
+    """
+    from sqlalchemy import event, pool
+
+    from tiledsched.report import comparison_sources
+    from tiledsched.serve import entries
+
+    event.listen(
+        pool.Pool,
+        "checkout",
+        lambda driver, *_: isinstance(driver, sqlite3.Connection) and driver.execute("PRAGMA synchronous=OFF"),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiledsched.build.pool.default_jobs", lambda: 1)
+        patch.setattr(entries, "read_shipped_entries", kept(entries.read_shipped_entries))
+        patch.setattr(comparison_sources, "read_table", kept(comparison_sources.read_table))
         yield
 
 
@@ -151,32 +167,19 @@ def process_as_before(request):
 
 @pytest.fixture
 def fresh():
-    """No plan, warning or setting from another test."""
+    """The module of `sdpa`, with no plan, warning or setting from another test."""
     from tiledsched.ops import sdpa as serve
 
     serve.reload()
-    yield
+    yield serve
     serve.reload()
 
 
 @pytest.fixture
-def serve(monkeypatch):
+def serve(fresh, monkeypatch):
     """The module of `sdpa`, which refuses what it does not serve, so that a test which passes was served."""
-    from tiledsched.ops import sdpa as module
-
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")
-    module.reload()
-    yield module
-    monkeypatch.delenv("TILEDSCHED_FALLBACK", raising=False)
-    module.reload()
-
-
-@lru_cache
-def shipped_entries(table: Path, changed_ns: int) -> list[Entry]:
-    """The entries of a table that ships, read once for the hundreds of tests that serve from it."""
-    from tiledsched.store.shipped import read_shipped_entries
-
-    return read_shipped_entries(table)
+    return fresh
 
 
 @pytest.fixture
@@ -184,9 +187,6 @@ def launches(fresh, monkeypatch, tmp_path):
     """The list of launches to come, on CPU tensors; what the kernel does not serve is an error."""
     from serve_on_cpu import Launches, using
 
-    from tiledsched.serve import entries
-
-    monkeypatch.setattr(entries, "read_shipped_entries", lambda table: shipped_entries(table, table.stat().st_mtime_ns))
     monkeypatch.setenv("TILEDSCHED_DB", str(tmp_path / "none.db"))
     monkeypatch.setenv("TILEDSCHED_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TILEDSCHED_FALLBACK", "error")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
+from tiledsched.core import data_files
+from tiledsched.core.config import Settings
 from tiledsched.measure.runner import Device
-from tiledsched.serve import process
+from tiledsched.serve import entries, process
 from tiledsched.serve.process import Runtime
 
 TOLERANCE: dict[Any, dict[str, float]] = {
@@ -19,6 +22,28 @@ TOLERANCE: dict[Any, dict[str, float]] = {
 }
 """Of outputs against `expected`, by dtype."""
 H200 = Device(arch="sm_90", name="NVIDIA H200", sm_count=132)
+
+
+@functools.cache
+def shipped_table(kernel: Any, archs: Any, knobs: Any, beside: Any, **options: str) -> Any:
+    """The table of a kernel over what ships. It is kept for later tests, most of which take less long than sorting its entries.
+    `beside` is what else it depends on.
+    """
+    return entries.load_table(Settings(db="/nonexistent", knobs=dict(knobs), **options), kernel=kernel, archs=archs)
+
+
+def load_table(settings: Any, *, kernel: Any, archs: Any) -> Any:
+    """The table that serves with these settings. It finds its answers anew."""
+    if entries.database_exists(settings.db) or entries.site_location(settings.site) or entries.named_bundle():
+        return entries.load_table(settings, kernel=kernel, archs=archs)
+    folders = data_files.tuning_db(), data_files.search_spaces()
+    return shipped_table(
+        kernel,
+        archs and frozenset(archs),
+        tuple(settings.knobs.items()),
+        (entries.layers, entries.compiler_at_hand(), folders, repr(settings.knobs)),
+        **{name: getattr(settings, name) for name in ("regime", "accum_mode", "numerics", "rivals")},
+    )._with()
 
 
 class Launches(list):
@@ -53,6 +78,7 @@ def runtime_on_cpu(launch: Any) -> Runtime:
         synchronize=lambda index: None,
         launch=launch,
         read_device=lambda index: H200,
+        load_table=load_table,
     )
 
 

@@ -188,6 +188,7 @@ def test_an_empty_record_is_refused(tmp_path) -> None:
         next(replay_ablation([str(path)], "sm_90"))
 
 
+@pytest.mark.slow
 def test_the_command_replays_prints_and_writes(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tiledsched.report.document.drawings", lambda blocks: {})  # drawing takes seconds

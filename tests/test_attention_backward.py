@@ -459,6 +459,7 @@ def test_the_cases_pass_the_kernel(name):
 MODULES = [f"tiledsched.kernels.attention_backward.{name}" for name in ("tiles", "rows", "queries", "entries")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TILES)
 def test_mistakes_are_noticed(name):
     old, new, where = TILES[name]

@@ -270,7 +270,7 @@ def kernel_of(mod, count, changes_scores, packed):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize(("arch", "packed"), [("sm_90", False), ("sm_121", True)])
+@pytest.mark.parametrize(("arch", "packed"), [("sm_90", False), pytest.param("sm_121", True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_variant_compiles(name, arch, packed):
     from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, export_kernel

@@ -181,6 +181,7 @@ def test_a_tree_is_exact_or_as_small_as_asked_and_never_leads_where_nothing_runs
     assert [between(16, 512), between(3000, 4000), between(5, 6), between(0, 1)] == [128, 3464, 5, 0]
 
 
+@pytest.mark.slow
 def test_more_questions_and_more_leaves_never_lose_more(monkeypatch):
     problems = [{"m": m, "k": k} for k in (1, 2, 3) for m in (1, 2, 3, 4)]
     rng, gains = random.Random(1), []

@@ -181,7 +181,8 @@ def shipped(arch):
         return entries, source, modelled_report(source, arch)
 
 
-@pytest.mark.parametrize("arch", ["sm_121", pytest.param("sm_120", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_121", "sm_120"])
 def test_the_report_of_an_empty_home_has_every_modelled_problem_whole(arch):
     entries, source, report = shipped(arch)
     space, model = space_for(arch, Attention), modelled_times(arch, Attention)

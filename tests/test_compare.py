@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 from datetime import datetime, timezone
-from functools import lru_cache
 
 import pytest
 from report_samples import DEVICE, PROBLEM, SOURCE, TOOLCHAIN, check_golden, plain, taken
 
 from tiledsched.cli import main
-from tiledsched.core import data_files
 from tiledsched.kernels.attention import Attention
 from tiledsched.measure.estimate import Timing
 from tiledsched.measure.runner import Conditions, Device
@@ -30,7 +28,7 @@ from tiledsched.report.comparison_sources import Wanted, compare_sources
 from tiledsched.report.comparison_text import conditions_of, unlike_in_a, verdict_of
 from tiledsched.report.document import Chart, Heading, Table, to_html, to_markdown
 from tiledsched.store.db import TuningDB
-from tiledsched.store.exchange import export_table, read_table
+from tiledsched.store.exchange import export_table
 from tiledsched.store.records import Entry, Toolchain
 
 NEWER = Toolchain(cuda_tile="1.7.0", tileiras="13.5.37", ptxas="13.5.37", nvvm="13.5.37")
@@ -44,18 +42,6 @@ MOVED = {
     (8, 16, 2048, 128): (400, 400.5),
     (2, 16, 8192, 128): (872, 874),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def shipped_tables_read_once():
-    """A command reads all that ship, where it is not told which."""
-    once = lru_cache(read_table)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "tiledsched.report.comparison_sources.read_table",
-            lambda path: (once if data_files.tuning_db() in path.parents else read_table)(path),
-        )
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -136,9 +136,8 @@ def cases(table):
     return itertools.product(columns, DAMAGE)
 
 
-@pytest.mark.parametrize(
-    "table", [pytest.param(each, marks=[pytest.mark.slow] * (each != "entries")) for each in TABLES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("table", TABLES)
 def test_what_is_not_damaged_is_served(table, whole, tmp_path, plain, caplog):
     path, first = whole
     row, copy = dict(first)[table], tmp_path / "copy.db"

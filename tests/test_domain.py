@@ -81,7 +81,7 @@ def test_every_arch_has_a_space_with_every_knob(arch: str) -> None:
         assert space.violations(space.default(problem), problem) == []
 
 
-@pytest.mark.parametrize("arch", ["sm_100", "sm_121"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_100", marks=pytest.mark.slow), "sm_121"])
 def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     space = space_for(arch, Attention)
     problem = Attention.standard(seq_len=1000, head_dim=256, causal=True)
@@ -99,7 +99,9 @@ def test_enumeration_sampling_and_validation_agree(arch: str) -> None:
     assert refused > 0
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "arch", ["sm_90", "sm_120", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_86", "sm_100"))]
+)
 @pytest.mark.parametrize(("seq_len", "causal"), [(1000, False), (1024, True)])
 def test_the_space_is_large_enough_and_not_too_large(arch: str, seq_len: int, causal: bool) -> None:
     """On sm_90, for every problem of 64 or 128 columns; elsewhere the smaller parts allow less."""
@@ -111,6 +113,7 @@ def test_the_space_is_large_enough_and_not_too_large(arch: str, seq_len: int, ca
     assert 100 <= modelled <= count / 5
 
 
+@pytest.mark.slow
 def test_at_most_two_departures_from_the_plain_kernel() -> None:
     problem, pins = PROBLEM.replace(causal=True), SPACE.modelled_pins()
     for schedule in itertools.islice(SPACE.schedules(problem), 0, None, 17):
@@ -211,6 +214,7 @@ def test_constraints_are_checked_early_and_late_alike(monkeypatch) -> None:
     assert len(early) > 100
 
 
+@pytest.mark.slow
 def test_samples_take_every_value_that_a_schedule_may_have() -> None:
     problem, rng = Attention.problem(seq_q=2, seq_k=4096, head_dim=96, heads=8, kv_heads=2, batch=2), random.Random(7)
     drawn = [SPACE.sample(problem, rng) for _ in range(300)]

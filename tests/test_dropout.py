@@ -141,6 +141,7 @@ def test_without_dropout_nothing_is_drawn(own) -> None:
     assert "flex" not in str(own[0][2])
 
 
+@pytest.mark.slow
 def test_other_probabilities_under_torch_compile(own) -> None:
     given = [each.requires_grad_() for each in tensors(rows=70, keys=75)]
     mask = torch.rand(1, 2, 70, 75) > 0.4

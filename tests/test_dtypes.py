@@ -147,7 +147,7 @@ def test_block_scaled_products_are_right(kernel) -> None:
         kernel.problem(m=64, n=64, k=40)
 
 
-@pytest.mark.parametrize("kernel", [MXFP8, NVFP4])
+@pytest.mark.parametrize("kernel", [MXFP8, pytest.param(NVFP4, marks=pytest.mark.slow)])
 def test_check_knows_types_that_its_usual_arch_lacks(kernel) -> None:
     assert all(row.passed for row in ts.check(kernel, schedules=1))
 

@@ -149,6 +149,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault):
     old, new, case = FAULTS[fault]

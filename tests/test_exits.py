@@ -314,7 +314,10 @@ def test_rows_that_nobody_wrote_are_one_line(tmp_path, capsys, words, data):
         assert (code, "schedules.csv" in said.err, len(said.err.splitlines())) == (2, True, 1)
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [pytest.param("2>&-", marks=pytest.mark.slow), pytest.param("2>/dev/full", marks=pytest.mark.slow), ">&- 2>&-"],
+)
 def test_a_command_ends_as_usual_where_nobody_reads_its_errors(tmp_path, closed):
     """Nor does what they would have read stand in the result."""
     for words, code in (["show", "--nope"], 2), (["explain", "softmax", "--json"], 2 if closed.startswith(">") else 0):

@@ -125,7 +125,7 @@ CASES = {
     "uneven": (CAUSAL, {"seq_q": 300, "heads": 3, "kv_heads": 3}, UNEVEN),
     "swizzled": (
         CAUSAL,
-        {"seq_q": 400, "batch": 5, **GROUP},
+        {"seq_q": 400, "batch": 3, **GROUP},
         {"block_order": "swizzled", "tile_n": 32, "loop_split": True},
     ),
     "large": (
@@ -400,7 +400,7 @@ def test_the_lists_of_a_long_document_mask_take_less_than_a_mebibyte():
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_121", marks=pytest.mark.slow)])
 def test_the_kernel_of_lists_compiles(arch):
     kernel = lists_of(lists, *MASKS["documents"])
     p = kernel.problem(seq_q=300, seq_k=300, batch=2)
@@ -512,6 +512,7 @@ def faulty(old, new):
         variants.entry_of.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "case"), MUTATIONS)
 def test_a_fault_in_the_tile_code_is_noticed(old, new, case):
     special = {"empty": given_lists, "no keys": without_keys}
@@ -542,6 +543,7 @@ LIST_MUTATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "mask"), LIST_MUTATIONS)
 def test_a_fault_in_the_kernel_of_lists_is_noticed(old, new, mask):
     with mutated([lists.__name__], old, new):

@@ -289,7 +289,7 @@ def test_cuda_graphs(launches) -> None:
 # torch
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_compiled_whole(launches, backend) -> None:
     """Functions of a module, closures made inside, block masks made inside and outside."""
     q, k, v = given()
@@ -341,7 +341,7 @@ def test_masks_are_not_batch_invariant(launches) -> None:
             ts.flex(q, k, v, mask_mod=mods.causal)
 
 
-@pytest.mark.parametrize("backend", ["", "eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["", pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_gradients(launches, backend) -> None:
     """Of the output and the log-sum-exp, in q, k and v."""
     torch._dynamo.reset()

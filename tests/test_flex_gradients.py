@@ -304,6 +304,7 @@ LIST_FAULTS = {
 """What stands in the tile code, what is put in its place, the mask (none for blocks with NaN) and the knobs that notice it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", LIST_FAULTS)
 def test_faults_in_what_is_skipped_are_noticed(fault):
     old, new, name, change = LIST_FAULTS[fault]
@@ -343,6 +344,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_faults_are_noticed(fault):
     old, new, name, change = MUTATIONS[fault]
@@ -454,6 +456,7 @@ def several(score, b, h, q_idx, kv_idx, array):
     return arithmetic(score, *given) + choices(score, *given) + branches(score, *given) + CAPPED(score, *given)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_copies_compile():
     """With signs, comparisons, dataclasses and loops."""

@@ -60,14 +60,11 @@ def test_only_what_the_compiler_sees_counts():
     assert len(set(hashes().values())) == len(SHIPPED)
 
 
-@pytest.fixture(scope="module")
-def served():
-    return {name: programs(name) for name in SHIPPED}
-
-
-def test_every_kernel_is_run_on_odd_sizes(served):
+@pytest.mark.slow
+def test_every_kernel_is_run_on_odd_sizes():
     """Of some programs of each kernel the sizes, from which the number of all follows."""
     total = 0
+    served = {name: programs(name) for name in SHIPPED}
     for name, found in served.items():
         some = random.Random(name).sample(found, min(4, len(found)))
         counts = []
@@ -84,14 +81,14 @@ def test_every_kernel_is_run_on_odd_sizes(served):
     assert sum(map(len, served.values())) > 700
 
 
-def test_sizes_are_around_a_tile_and_more_than_a_wave(served):
+def test_sizes_are_around_a_tile_and_more_than_a_wave():
     program = next(
-        each for each in served["matmul"] if each.schedule["TILE_M"] == 128 and each.problem.a_layout == "row"
+        each for each in programs("matmul") if each.schedule["TILE_M"] == 128 and each.problem.a_layout == "row"
     )
     sizes = {problem.m for problem in sizes_of(program)}
     assert {1, 127, 128, 129} < sizes
     assert max(sizes) > 5000
-    rows = {problem.rows for problem in sizes_of(served["rms_norm"][0])}
+    rows = {problem.rows for problem in sizes_of(programs("rms_norm")[0])}
     assert {1, 2} < rows
 
 
@@ -103,9 +100,9 @@ def test_drawn_problems_hold_all_pairs_of_values():
 
 
 @pytest.mark.parametrize("name", ["softmax", "rms_norm_backward"])
-def test_some_combinations_are_right_in_the_interpreter(served, name):
+def test_some_combinations_are_right_in_the_interpreter(name):
     """The same schedules and problems as on the GPU: an untuned narrow one, and rows around a tile."""
-    some = sorted(served[name], key=lambda each: each.problem.columns)[:8:4]
+    some = sorted(programs(name), key=lambda each: each.problem.columns)[:8:4]
     for program in some:
         for problem in [each for each in sizes_of(program) if each.rows <= 16][:3]:
             check(program.kernel, problem, program.schedule)

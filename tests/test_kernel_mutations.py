@@ -790,6 +790,7 @@ def test_the_cases_pass_the_kernel(name):
     run(name, Attention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_mutations_are_noticed(fault):
     """Each mutation by the case that it names, which was found to notice it soonest."""

@@ -157,6 +157,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_in_the_tile_code_are_noticed(mistake):
     old, new, whole = MISTAKES[mistake]

@@ -58,6 +58,7 @@ def test_a_wrong_rung_is_noticed(monkeypatch):
     assert not passed
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_every_rung_builds():
     """For an arch that it is not run on. A compiler may make nothing of a hint, or one program of both ways to load keys."""

@@ -131,13 +131,13 @@ def test_a_walk_ends_at_its_deadline() -> None:
 
 def test_a_file_with_many_choices_is_read_and_its_errors_are_short(tmp_path) -> None:
     path = tmp_path / "space.toml"
-    values = ", ".join(map(str, range(1, 200_001)))
+    values = ", ".join(map(str, range(1, 50_001)))
     head = 'kernel = "softmax"\narch = "sm_90"\n[knobs.TILE_COLUMNS]\n'
     path.write_text(f"{head}choices = [{values}]\ndefault = 4096\n")
     space = load_space(path, Softmax)
-    assert len(space.knobs["TILE_COLUMNS"].choices) == 200_000
+    assert len(space.knobs["TILE_COLUMNS"].choices) == 50_000
     schedule = space.default(PROBLEM).replace(TILE_COLUMNS=0)
-    assert "32] and 199,968 more" in space.violations(schedule, PROBLEM)[0]
+    assert "32] and 49,968 more" in space.violations(schedule, PROBLEM)[0]
     for wrong, message in (
         (f"[{values}, 7]", "7 twice"),
         (f"[{values}, 'x']", "one kind"),

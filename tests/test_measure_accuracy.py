@@ -144,7 +144,7 @@ CLASSES = [("float16", "fp32", 10), ("bfloat16", "fp32", 7), ("float16", "fp16",
         (300, 300, 16, True),
         (200, 1000, 128, False),
         (400, 400, 64, True),
-        (64, 4096, 64, False),
+        pytest.param(64, 4096, 64, False, marks=pytest.mark.slow),
         (64, 1024, 256, False),
     ],
 )

@@ -369,6 +369,7 @@ def test_resident_blocks_follow_the_occupancy_rules(arch, changes, blocks):
     assert replace(FACTS, **changes).resident(arch) == blocks
 
 
+@pytest.mark.slow
 def test_a_whole_space_is_estimated_in_seconds():
     busy_steps.cache_clear()
     space = space_for("sm_90", Attention)

@@ -107,7 +107,7 @@ def wrong(right):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("fallback", ["torch", "error"])
+@pytest.mark.parametrize("fallback", ["torch", pytest.param("error", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_odd_arguments_are_computed_or_refused_in_our_words(launches, name, fallback) -> None:
     """In the place of each argument, and of all that such an oddity can stand for."""

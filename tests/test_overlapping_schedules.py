@@ -112,7 +112,9 @@ class Overlapping(Gpu):
         return super().sample(candidates, rounds=rounds, regime=regime)
 
 
-@pytest.mark.parametrize("problem", [PRODUCT, SCALED], ids=lambda problem: problem.kernel)
+@pytest.mark.parametrize(
+    "problem", [PRODUCT, pytest.param(SCALED, marks=pytest.mark.slow)], ids=lambda problem: problem.kernel
+)
 def test_the_fastest_schedules_race_with_launches_that_overlap(tmp_path, problem) -> None:
     builds, gpu = FakeBuilds(), Overlapping()
     tools = Tools(

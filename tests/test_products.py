@@ -216,6 +216,7 @@ def test_sums_of_13_bits_have_the_error_that_was_measured(bits, error):
         assert np.linalg.norm(total - exact) / np.linalg.norm(exact) == pytest.approx(error, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("values", "pinned"),
@@ -293,6 +294,7 @@ def test_the_grouped_function_takes_what_torchs_takes(launches, quiet, column):
         ts.grouped_matmul(a, b, offsets.long())
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(("store", "persistent"), [("view", True), ("rows", False)])
 def test_hopper_spills_nothing(store, persistent):

@@ -231,6 +231,7 @@ print("        /*0160*/                   LDS.%s R4, [R2] ;" % hashlib.sha256(da
 """
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_two_schedules_machine_code_side_by_side(tmp_path, monkeypatch, cli):
     program = tmp_path / "nvdisasm"

@@ -764,6 +764,7 @@ def test_what_holds_several_times_is_undone_in_any_order(order):
         assert tune.exhaustive_search is (holding[-1] if holding else before)
 
 
+@pytest.mark.slow
 def test_an_edited_kernel_is_another_and_a_program_runs_under_remember(tmp_path):
     """In processes of their own: `python -m tiledsched.remember` runs a program that cannot be edited."""
     (tmp_path / "fake_machine.py").symlink_to(os.path.join(os.path.dirname(__file__), "fake_machine.py"))

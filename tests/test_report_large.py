@@ -206,6 +206,7 @@ def entry(best):
     )
 
 
+@pytest.mark.slow
 def test_an_import_holds_a_few_rows_at_a_time(large, fewest, tmp_path):
     """A thousand rows of a table, and of a database; the entries find their measurements among them."""
     problems = [PROBLEM.replace(seq_q=64 * n) for n in range(1, 21)]

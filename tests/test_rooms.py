@@ -21,7 +21,8 @@ PACKAGE = Path(tiledsched.__file__).parent
 SOURCES = {
     path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))
 }
-TREES = {path: ast.parse(text) for path, text in SOURCES.items()}
+tree_of = functools.cache(lambda path: ast.parse(SOURCES[path]))
+"""The syntax of a file. Every process that runs tests reads this module, and one of them needs it."""
 FLOORS = (
     {"core"},
     {"interpreter"},
@@ -123,7 +124,7 @@ def file_of(module: str) -> str:
 @functools.cache
 def arrows(path: str) -> list[tuple[str, int]]:
     """The package's own files that a file imports, each with the line."""
-    found = imports(TREES[path])
+    found = imports(tree_of(path))
     return [(file_of(module), line) for module, line in found if module.split(".")[0] == "tiledsched"]
 
 
@@ -164,7 +165,7 @@ def test_no_module_is_named_in_a_string():
         f"{path}:{node.lineno} {node.value}"
         for path in SOURCES
         if path not in NAMED
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.fullmatch(r"tiledsched\.[a-z_.]+(:\w+)?", node.value)
@@ -212,7 +213,7 @@ def test_the_words_of_attention_stand_in_its_rooms(room):
 @functools.cache
 def reached(heavy: str) -> set[str]:
     """The files whose import brings in a heavy package: their own import, or that of a module which they import."""
-    early = {path: {module for module, _ in imports(tree, run=True)} for path, tree in TREES.items()}
+    early = {path: {module for module, _ in imports(tree_of(path), run=True)} for path in SOURCES}
     files = {
         path: {file_of(each) for each in modules if each.startswith("tiledsched.")} for path, modules in early.items()
     }
@@ -253,8 +254,8 @@ WITHOUT_A_NOUN = re.compile(r"(The only one|The same|torch's own|As of|Of the)\b
 def test_docstrings_can_be_read_alone():
     texts = [
         (path, node.value.value)
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
     assert [each for each in texts if WITHOUT_A_NOUN.fullmatch(each[1])] == []

@@ -409,6 +409,7 @@ def test_a_replay_needs_one_device_and_a_recorded_problem(recorded) -> None:
         ReplayRunner(Attention, recorded.measurements).begin(Attention.problem(seq_q=3, seq_k=3, head_dim=64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", LANDSCAPES[::9], ids=lambda path: path.stem.split(".")[0])
 def test_the_part_of_the_space_that_is_judged_holds_the_recorded_best(path) -> None:
     recorded, space, pinned = Recorded(path), space_for("sm_90", Attention), {"accum_mode": "fp32"}

@@ -26,20 +26,16 @@ def said(capsys, *arguments):
     return status, capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "arch"),
     [
         ("rms_norm", "sm_90"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [
-                ("attention", "sm_90"),
-                ("attention", "sm_121"),
-                ("matmul", "sm_90"),
-                ("matmul", "sm_121"),
-                ("layer_norm", "sm_90"),
-            ]
-        ),
+        ("attention", "sm_90"),
+        ("attention", "sm_121"),
+        ("matmul", "sm_90"),
+        ("matmul", "sm_121"),
+        ("layer_norm", "sm_90"),
     ],
 )
 def test_what_is_said_of_shipped_data_is_what_the_files_hold(capsys, kernel, arch):
@@ -72,6 +68,7 @@ def written(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "pattern", "instead", "said"),
     [
@@ -90,6 +87,7 @@ def test_a_planted_mistake_is_found(tmp_path, evidence, written, file, pattern, 
     assert wrong
 
 
+@pytest.mark.slow
 def test_a_sentence_that_no_pattern_reads_is_counted(tmp_path, evidence, written):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     with (tmp_path / "report.md").open("a") as file:

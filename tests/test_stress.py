@@ -53,6 +53,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statement", [*LOSSES, ""])
 def test_every_loss_is_noticed(statement, tmp_path, capfd) -> None:
     """One process does each kind of work once. Then one thing is lost."""

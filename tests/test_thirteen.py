@@ -22,7 +22,17 @@ def checked(path):
             return
 
 
-SLOW = {"online_softmax", "histogram", "rope_in_place", "grouped_gemm", "fp8_product", "int4_product"}
+SLOW = {
+    "online_softmax",
+    "histogram",
+    "rope_in_place",
+    "grouped_gemm",
+    "fp8_product",
+    "int4_product",
+    "swiglu",
+    "stencil",
+    "fft",
+}
 """Of which a whole check takes seconds."""
 
 

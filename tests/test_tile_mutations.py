@@ -1003,6 +1003,7 @@ def test_the_cases_pass_the_kernel(kernel):
         cases[case]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "fault"), [(kernel, fault) for kernel in MUTATIONS for fault in MUTATIONS[kernel]])
 def test_mutations_are_noticed(kernel, fault):
     old, new, case = MUTATIONS[kernel][fault]

@@ -222,7 +222,12 @@ def test_the_tangent_is_that_of_numpy(dtype):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("name", "arch"), [("pages", "sm_90"), ("relative bias", "sm_121"), ("neighbourhood", "sm_90")]
+    ("name", "arch"),
+    [
+        pytest.param("pages", "sm_90", marks=pytest.mark.slow),
+        ("relative bias", "sm_121"),
+        pytest.param("neighbourhood", "sm_90", marks=pytest.mark.slow),
+    ],
 )
 def test_it_compiles(name, arch):
     score_mod, mask_mod, arrays = tile_mods(*MODS[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -228,12 +227,9 @@ class AttentionSimilarity(Similarity):
                 return None
             small = default.replace(tile_n=SMALL_TILE)
             return None if space.violations(small, p) else small
-        knobs = [name for name in ("kv_splits", "kv_combine", "pack_gqa", "tile_m", "tma_loads") if name in space.knobs]
-        varied = (
-            default.replace(**dict(zip(knobs, values, strict=True)))
-            for values in itertools.product(*(space.knobs[name].choices for name in knobs))
-        )
-        valid = [default, *(each for each in varied if not space.violations(each, p))]
+        varied = ("kv_splits", "kv_combine", "pack_gqa", "tile_m", "tma_loads")
+        pinned = {name: value for name, value in default.items() if name not in varied}
+        valid = [default, *space.limited_to(()).schedules(p, pinned=pinned)]
         return min(valid, key=lambda schedule: (estimate(schedule), schedule.id))
 
 
