@@ -190,7 +190,7 @@ def effects_chart(title: str, colour: Spec) -> Spec:
     """A line for each change of a knob: its mean effect with its 95% interval or the range of estimates, the percentage at its
     right.
     """
-    x = quantity("relative", title, scale={**RATIOS["scale"], "padding": 22}, axis=RATIOS["axis"])
+    x = quantity("relative", title, scale={**RATIOS["scale"], "padding": 40}, axis=RATIOS["axis"])
     y = word("change", None, axis={"labelLimit": 260, "labelFontSize": 10.5})
     hover = tips(change="knob", said="changes the time by", between="time over time, from", pairs="matched pairs")
     return {
