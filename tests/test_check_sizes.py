@@ -357,3 +357,18 @@ def test_a_schedule_that_works_for_large_sizes_only_is_checked_on_one_of_these_o
     skipped = [row for row in ts.check(too_large) if row.verdict == "not run"]
     assert {row.schedule["TN"] for row in skipped} == {128}
     assert all("very many rows" in row.skipped for row in skipped)
+
+
+def first_column_only(X, Out, TM: Int, TN: Int):
+    ct.store(Out, (ct.bid(0), ct.bid(1)), ct.load(X, (ct.bid(0), 0), (TM, TN)))
+
+
+FirstColumn = like(
+    "FirstColumn", function=first_column_only, small=lambda: [FirstColumn.problem(rows=3, columns=40)]
+)
+
+
+def test_schedules_that_take_one_tile_of_what_the_author_names_also_run_on_more():
+    assert not all(row.passed for row in ts.check(FirstColumn))
+    rows = list(ts.check(FirstColumn, [{"rows": 3, "columns": 40}]))  # sizes that the caller names stay as they are
+    assert {(row.passed, row.problem.columns) for row in rows} == {(True, 40)}

@@ -93,6 +93,7 @@ def check_problems(
     space: SearchSpace,
     given: Sequence[Problem] | None,
     *,
+    grown: bool = False,
     arch: str,
     schedules: int,
     seed: int,
@@ -105,13 +106,14 @@ def check_problems(
         space: of its schedules.
         given: problems, whose sizes stay as they are; None for those of the suites, with sizes that follow from the tiles that
             each schedule takes.
+        grown: whether schedules that take one tile of a size of these problems also run on larger ones of the kind.
         arch: of the device that grids are made for.
         schedules: how many of each problem, where the space has so many that compute in different ways.
         seed: of the inputs and of the choice of schedules.
         progress: is told what runs.
     """
     check = _Check(kernel, space, arch, schedules, seed, progress or (lambda text: None))
-    yield from check.given(given) if given is not None else check.found(_kinds(kernel))
+    yield from check.given(given, grown) if given is not None else check.found(_kinds(kernel))
 
 
 class _Check:
@@ -137,14 +139,19 @@ class _Check:
         """Problems that could not be computed, and were not told of yet: one for each reason."""
         self.reasons: set[str] = set()
 
-    def given(self, problems: Sequence[Problem]) -> Iterator[CheckRow]:
-        """Problems of given sizes."""
+    def given(self, problems: Sequence[Problem], grown: bool) -> Iterator[CheckRow]:
+        """Problems of given sizes; with `grown`, also larger ones where a schedule unlike those before took one tile of a size."""
         for problem in problems:
-            drawn = self.drawn([problem], every_value=False)
+            drawn, finder = self.drawn([problem], every_value=False), _finder(self.kernel, self.space, problem)
             for place, schedule in enumerate(drawn):
                 self.progress(f"{problem}: schedule {place + 1} of {len(drawn)}")
-                kinds = CHECK_KINDS if self.is_new(schedule) or place == 0 else self.some_kinds()
-                yield self.row(problem, schedule, kinds, _finder(self.kernel, self.space, problem))[0]
+                new = self.is_new(schedule)
+                row, uses = self.row(problem, schedule, CHECK_KINDS if new or place == 0 else self.some_kinds(), finder)
+                yield row
+                if grown and new and row.passed and 1 in row.tiles.values():
+                    larger = self.fitting(finder, schedule, uses)
+                    if (larger, schedule) not in self.done:
+                        yield self.row(larger, schedule, self.some_kinds(), finder)[0]
 
     def found(self, kinds: Sequence[list[Problem]]) -> Iterator[CheckRow]:
         """Problems whose sizes follow from the tiles that schedules take of them."""
