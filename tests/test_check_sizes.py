@@ -363,12 +363,25 @@ def first_column_only(X, Out, TM: Int, TN: Int):
     ct.store(Out, (ct.bid(0), ct.bid(1)), ct.load(X, (ct.bid(0), 0), (TM, TN)))
 
 
-FirstColumn = like(
-    "FirstColumn", function=first_column_only, small=lambda: [FirstColumn.problem(rows=3, columns=40)]
+def wrong_in_wide_tiles(X, Out, TM: Int, TN: Int):
+    ct.store(Out, (ct.bid(0), ct.bid(1)), ct.load(X, (ct.bid(0), ct.bid(1)), (TM, TN)) + (1 if TN == 128 else 0))
+
+
+def of_small_sizes(name, **fields):
+    """A kernel whose author names one problem, which is smaller than a tile."""
+    kernel = like(name, small=lambda: [kernel.problem(rows=3, columns=40)], **fields)
+    return kernel
+
+
+FirstColumn = of_small_sizes("FirstColumn", function=first_column_only)
+WrongWide = of_small_sizes(
+    "WrongWide", function=wrong_in_wide_tiles, exploring={"TN == 64 or columns >= 4096": "wide tiles are for long rows"}
 )
 
 
-def test_schedules_that_take_one_tile_of_what_the_author_names_also_run_on_more():
-    assert not all(row.passed for row in ts.check(FirstColumn))
-    rows = list(ts.check(FirstColumn, [{"rows": 3, "columns": 40}]))  # sizes that the caller names stay as they are
+@pytest.mark.parametrize("kernel", [FirstColumn, WrongWide])
+def test_schedules_also_run_beyond_the_small_problems_that_the_author_names(kernel):
+    """On several tiles, and with values of knobs that are explored on large problems only."""
+    assert not all(row.passed for row in ts.check(kernel))
+    rows = list(ts.check(kernel, [{"rows": 3, "columns": 40}]))  # sizes that the caller names stay as they are
     assert {(row.passed, row.problem.columns) for row in rows} == {(True, 40)}

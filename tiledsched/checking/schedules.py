@@ -138,9 +138,13 @@ class _Check:
         self.refused: list[CheckRow] = []
         """Problems that could not be computed, and were not told of yet: one for each reason."""
         self.reasons: set[str] = set()
+        self.values: set[Any] = set()
+        """Knobs with the values that schedules which ran have."""
 
     def given(self, problems: Sequence[Problem], grown: bool) -> Iterator[CheckRow]:
-        """Problems of given sizes; with `grown`, also larger ones where a schedule unlike those before took one tile of a size."""
+        """Problems of given sizes; with `grown`, also larger ones where a schedule unlike those before took one tile of a size,
+        and sizes as in :meth:`found` for schedules with values of knobs that are not explored on the given problems.
+        """
         for problem in problems:
             drawn, finder = self.drawn([problem], every_value=False), _finder(self.kernel, self.space, problem)
             for place, schedule in enumerate(drawn):
@@ -149,9 +153,18 @@ class _Check:
                 row, uses = self.row(problem, schedule, CHECK_KINDS if new or place == 0 else self.some_kinds(), finder)
                 yield row
                 if grown and new and row.passed and 1 in row.tiles.values():
-                    larger = self.fitting(finder, schedule, uses)
-                    if (larger, schedule) not in self.done:
-                        yield self.row(larger, schedule, self.some_kinds(), finder)[0]
+                    yield from self.larger(finder, schedule, uses)
+        for bases in _kinds(self.kernel) if grown else ():
+            for schedule in self.drawn(bases, every_value=True):
+                finder = _finder(self.kernel, self.space, bases[0]).workable_for(schedule)
+                if finder is not None and not _values(schedule) <= self.values:
+                    yield from self.larger(finder, schedule, self.row(finder.small, schedule, (), finder)[1])
+
+    def larger(self, finder: SizeFinder, s: Schedule, uses: TileUses) -> Iterator[CheckRow]:
+        """One schedule on a problem of some tiles, unless it ran on that."""
+        problem = self.fitting(finder, s, uses)
+        if (problem, s) not in self.done:
+            yield self.row(problem, s, self.some_kinds(), finder)[0]
 
     def found(self, kinds: Sequence[list[Problem]]) -> Iterator[CheckRow]:
         """Problems whose sizes follow from the tiles that schedules take of them."""
@@ -262,6 +275,7 @@ class _Check:
 
         uses = TileUses()
         self.done.add((p, s))
+        self.values |= _values(s)
         passed, worst, message = check_schedule(
             self.kernel, p, s, seed=self.seed, kinds=kinds, device=self.device, uses=uses
         )
