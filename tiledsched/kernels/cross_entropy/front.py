@@ -40,6 +40,8 @@ def cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ProblemError(f"reduction = {reduction!r}; allowed are 'none', 'mean' and 'sum'")
+    if not 0 <= label_smoothing <= 1:
+        raise ProblemError(f"label_smoothing = {label_smoothing!r}; it is a share of the target, from 0 to 1")
     check_shape("labels", labels, "logits without its last axis", logits.shape[:-1])
     loss, lse = operator("cross_entropy")(
         flat_rows(logits), labels.reshape(-1), label_smoothing != 0, ignore_index, label_smoothing
