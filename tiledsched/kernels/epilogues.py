@@ -403,7 +403,7 @@ def scale_of(scale: Any, rows: Sequence[int]) -> Any:
 
 
 def has_shape(x: Any, *shapes: Sequence[Any]) -> bool:
-    """Whether an array has one of these shapes. Where torch.compile traces sizes that are not known, `in` would take 2 * n and the
+    """Whether an array has one of these shapes. Where torch.compile traces sizes that it does not know, `in` takes 2 * n and the
     number that it comes to for different sizes."""
     return any(x.shape == each for each in shapes)
 
