@@ -277,7 +277,9 @@ def _check_pattern(pattern: re.Pattern[str], about: str, value: Any, where: str)
 def _check_positive(value: Any, where: str) -> None:
     for each in (min(value, default=1.0), max(value, default=1.0)) if isinstance(value, tuple) else (value,):
         if each is not None and not 0 < each < MOST_US:
-            raise DatabaseError(f"{where}: expected a number above 0 and below {MOST_US:g}, got {each}; measure it again")
+            raise DatabaseError(
+                f"{where}: expected a number above 0 and below {MOST_US:g}, got {each}; measure it again"
+            )
 
 
 def _check_count(value: int, where: str) -> None:
@@ -295,7 +297,9 @@ def check_number(value: float, where: str) -> None:
         if not -LARGEST - 1 <= value <= LARGEST:
             raise DatabaseError(f"{where}: the integer takes more than 64 bits; correct the value")
     elif not abs(value) <= LARGEST_FLOAT:
-        raise DatabaseError(f"{where}: expected a finite number up to {LARGEST_FLOAT:g}, got {value}; correct the value")
+        raise DatabaseError(
+            f"{where}: expected a finite number up to {LARGEST_FLOAT:g}, got {value}; correct the value"
+        )
 
 
 def check_values(values: Mapping[str, Any], where: str) -> None:
