@@ -385,3 +385,9 @@ def test_schedules_also_run_beyond_the_small_problems_that_the_author_names(kern
     assert not all(row.passed for row in ts.check(kernel))
     rows = list(ts.check(kernel, [{"rows": 3, "columns": 40}]))  # sizes that the caller names stay as they are
     assert {(row.passed, row.problem.columns) for row in rows} == {(True, 40)}
+
+
+def test_a_kernel_of_which_only_the_author_knows_sizes_is_checked_on_these():
+    few = of_small_sizes("FewSizes", suites={}, requires={"columns == 40 and rows == 3": "it takes no others"})
+    rows = list(ts.check(few))
+    assert {(row.passed, row.problem.columns) for row in rows} == {(True, 40)}

@@ -154,11 +154,13 @@ class _Check:
                 yield row
                 if grown and new and row.passed and 1 in row.tiles.values():
                     yield from self.larger(finder, schedule, uses)
-        for bases in _kinds(self.kernel) if grown else ():
+        for bases in _kinds(self.kernel) if grown and self.kernel.suites else ():
             for schedule in self.drawn(bases, every_value=True):
-                finder = _finder(self.kernel, self.space, bases[0]).workable_for(schedule)
-                if finder is not None and not _values(schedule) <= self.values:
-                    yield from self.larger(finder, schedule, self.row(finder.small, schedule, (), finder)[1])
+                workable = _finder(self.kernel, self.space, bases[0]).workable_for(schedule)
+                if workable is None or _values(schedule) <= self.values or not self.fits(workable.small, schedule):
+                    continue
+                yield from self.larger(workable, schedule, self.row(workable.small, schedule, (), workable)[1])
+        yield from self.refused
 
     def larger(self, finder: SizeFinder, s: Schedule, uses: TileUses) -> Iterator[CheckRow]:
         """One schedule on a problem of some tiles, unless it ran on that."""
