@@ -357,3 +357,37 @@ def test_a_schedule_that_works_for_large_sizes_only_is_checked_on_one_of_these_o
     skipped = [row for row in ts.check(too_large) if row.verdict == "not run"]
     assert {row.schedule["TN"] for row in skipped} == {128}
     assert all("very many rows" in row.skipped for row in skipped)
+
+
+def first_column_only(X, Out, TM: Int, TN: Int):
+    ct.store(Out, (ct.bid(0), ct.bid(1)), ct.load(X, (ct.bid(0), 0), (TM, TN)))
+
+
+def wrong_in_wide_tiles(X, Out, TM: Int, TN: Int):
+    ct.store(Out, (ct.bid(0), ct.bid(1)), ct.load(X, (ct.bid(0), ct.bid(1)), (TM, TN)) + (1 if TN == 128 else 0))
+
+
+def of_small_sizes(name, **fields):
+    """A kernel whose author names one problem, which is smaller than a tile."""
+    kernel = like(name, small=lambda: [kernel.problem(rows=3, columns=40)], **fields)
+    return kernel
+
+
+FirstColumn = of_small_sizes("FirstColumn", function=first_column_only)
+WrongWide = of_small_sizes(
+    "WrongWide", function=wrong_in_wide_tiles, exploring={"TN == 64 or columns >= 4096": "wide tiles are for long rows"}
+)
+
+
+@pytest.mark.parametrize("kernel", [FirstColumn, WrongWide])
+def test_schedules_also_run_beyond_the_small_problems_that_the_author_names(kernel):
+    """On several tiles, and with values of knobs that are explored on large problems only."""
+    assert not all(row.passed for row in ts.check(kernel))
+    rows = list(ts.check(kernel, [{"rows": 3, "columns": 40}]))  # sizes that the caller names stay as they are
+    assert {(row.passed, row.problem.columns) for row in rows} == {(True, 40)}
+
+
+def test_a_kernel_of_which_only_the_author_knows_sizes_is_checked_on_these():
+    few = of_small_sizes("FewSizes", suites={}, requires={"columns == 40 and rows == 3": "it takes no others"})
+    rows = list(ts.check(few))
+    assert {(row.passed, row.problem.columns) for row in rows} == {(True, 40)}

@@ -78,6 +78,12 @@ def test_a_matrix_may_hold_both_parts_of_a_gate(launches, order):
         torch.testing.assert_close(ts.matmul(X, lies, None, "silu", order), right, **HALF)
 
 
+def test_columns_of_one_row_may_be_interleaved(launches):
+    both = made(1, 144)  # which is row- and column-major, whatever its strides
+    found = ts.matmul(X[..., :1], both, gate="interleaved")
+    torch.testing.assert_close(found, ts.matmul(X[..., :1], both[:, 1::2], gate=both[:, ::2]), rtol=0, atol=0)
+
+
 def test_results_of_8_bits_are_divided_by_the_scale_and_cut(launches):
     far = RESIDUAL * 50
     found = ts.matmul(X, W.t(), BIAS, residual=far, out_scale=SCALE)

@@ -197,6 +197,10 @@ def test_second_derivatives_of_weights_and_bias_are_refused(launches):
                 found.sum().backward(retain_graph=True)
 
 
+def test_no_groups_have_no_bias(launches):
+    assert ts.grouped_matmul(A, B[:0], ENDS[:0], BIAS[:0], "relu").shape == (len(A), B.shape[2])
+
+
 def test_nothing_at_all_has_gradients_of_nothing(launches):
     a, b = A[:0].clone().requires_grad_(), B.clone().requires_grad_()
     ts.grouped_matmul(a, b, ENDS * 0).sum().backward()

@@ -198,6 +198,26 @@ def test_one_graph_under_torch_compile_and_any_number_of_rows(launches, name):
         torch.testing.assert_close(compiled(*given), TRACED[name](*given))
 
 
+# Sizes that torch.compile does not know beside those it does, which come to the same.
+TWICE = {
+    "rows and columns": lambda a, w: ts.scaled_matmul(
+        torch.cat((a, a)), torch.cat((w, w)).t(), torch.ones(2 * M, 1), torch.ones(1, 2 * N)
+    ),
+    "both matrices": lambda a, w: ts.scaled_matmul(
+        a, torch.cat((w, w)).t(), torch.ones(M, 1), torch.ones(1, 2 * N), activation="silu", gate="halves"
+    ),
+    "rows of the result": lambda a, w: ts.matmul(
+        torch.cat((a, a)).bfloat16(), w.bfloat16().t(), out_scale=torch.ones(2 * M, 1)
+    ).float(),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_sizes_that_torch_compile_does_not_know_equal_those_it_does(launches, name):
+    compiled = torch.compile(TWICE[name], fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(A, W), TWICE[name](A, W))
+
+
 def test_empty_products_are_finished(launches):
     scale_a, scale_b, scale_gate = KINDS["row"]
     more = {"activation": "silu", "gate": GATE.t(), "scale_gate": scale_gate}

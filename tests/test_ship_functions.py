@@ -197,6 +197,9 @@ REFUSED = [
     (lambda: ts.cross_entropy(X, LABELS.t()), r"labels must have the shape of logits without its last axis, \(4, 6\)"),
     (lambda: ts.cross_entropy(X[0], LABELS[0, :5]), "labels must have the shape"),
     (lambda: ts.cross_entropy(X, LABELS, reduction="average"), "'none', 'mean' and 'sum'"),
+    (lambda: ts.cross_entropy(X, LABELS, label_smoothing=1.5), "label_smoothing = 1.5; .* from 0 to 1"),
+    (lambda: ts.cross_entropy(X, LABELS, label_smoothing=-0.1), "from 0 to 1"),
+    (lambda: ts.cross_entropy(X, LABELS, label_smoothing=None), "NoneType"),
     (lambda: ts.rope(Q, Q, ANGLE, ANGLE, rotary_dim=5), "an even number"),
     (lambda: ts.rope(Q, Q, ANGLE[:, :3], ANGLE), "cos must be .* with 8 or 16 columns"),
     (lambda: ts.rope(Q, Q, ANGLE, ANGLE[0]), r"sin must be .* got \(8,\)"),
@@ -265,6 +268,31 @@ def test_cross_entropy_is_torchs(smoothing, reduction):
         found, lse = ts.cross_entropy(logits, given, return_lse=True, **more)
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse, logits.float().logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_are_refused_also_once_a_call_is_known(launches):
+    """Where torch's dispatcher is not asked: an index is not rounded, and None is no number."""
+    for _ in range(2):
+        ts.cross_entropy(X, LABELS)
+        ts.rms_norm(X, W)
+    with pytest.raises(ProblemError, match="float"):
+        ts.cross_entropy(X, LABELS, ignore_index=1.5)
+    with pytest.raises(ProblemError, match="NoneType"):
+        ts.rms_norm(X, W, None)
+
+
+def test_errors_keep_their_words_under_torch_compile(launches):
+    call = lambda x, y: ts.rms_norm(x, W, residual=y)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    with pytest.raises(Exception, match="residual must have the shape of input"):
+        compiled(X, OTHER)
+
+
+def test_part_of_a_head_is_rotated_under_vmap(launches):
+    x = made(3, 1, 2, 5, 16)
+    found = torch.func.vmap(lambda q: ts.rope(q, q, ANGLE[:, :4], ANGLE[:, :4], rotary_dim=8)[0])(x)
+    for one, right in zip(found, x, strict=True):
+        torch.testing.assert_close(one, ts.rope(right, right, ANGLE[:, :4], ANGLE[:, :4], rotary_dim=8)[0])
 
 
 def test_labels_that_are_no_column_make_nan():

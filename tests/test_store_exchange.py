@@ -167,6 +167,13 @@ def test_a_long_name_ends_in_the_problems_id():
             "accuracy.worst_tile",
         ),
         (lambda data: data["artifacts"][0]["facts"].pop("threads"), "artifacts[0].facts.threads"),
+        # What a reader of the database calls damaged is not stored either.
+        (lambda data: data["artifacts"][0].update(cubin_bytes=-1), "artifacts[0].cubin_bytes"),
+        (lambda data: data["entries"][0].update(candidates=-1), "entries[0].candidates"),
+        (lambda data: data["entries"][0].update(model_us=1e13), "entries[0].model_us"),
+        (lambda data: data["entries"][0].update(margin=1e301), "entries[0].margin"),
+        (lambda data: data["entries"][0].update(updated_at="0001-01-01T00:00:00+14:00"), "entries[0].updated_at"),
+        (lambda data: data["entries"][0].update(source="\ud800"), "surrogates"),
     ],
 )
 def test_a_wrong_table_is_refused_by_key(table, change, key):

@@ -97,6 +97,7 @@ def test_what_is_no_database_is_refused_and_left_alone(tmp_path):
     [
         ("CREATE TABLE devices (serial TEXT)", "another program", "holds no tuning database"),
         ("CREATE TABLE notes (text TEXT)", "another program.*notes", "holds no tuning database"),
+        (f"DELETE FROM {VERSION_TABLE}", "damaged.*restore a copy", "damaged.*restore a copy"),
         (f"UPDATE {VERSION_TABLE} SET version_num = '9999'", "newer.*upgrade tiledsched", "newer.*upgrade tiledsched"),
         (
             f"ALTER TABLE {VERSION_TABLE} RENAME TO {engines.UNRELEASED_TABLE}",
@@ -104,7 +105,13 @@ def test_what_is_no_database_is_refused_and_left_alone(tmp_path):
             "before its first release",
         ),
     ],
-    ids=["another program's", "another's with other names", "newer", "from before the first release"],
+    ids=[
+        "another program's",
+        "another's with other names",
+        "without a version",
+        "newer",
+        "from before the first release",
+    ],
 )
 def test_a_database_of_others_is_refused_and_left_alone(tmp_path, sql, match, to_read):
     path = tmp_path / "x.db"

@@ -93,6 +93,7 @@ def check_problems(
     space: SearchSpace,
     given: Sequence[Problem] | None,
     *,
+    grown: bool = False,
     arch: str,
     schedules: int,
     seed: int,
@@ -105,13 +106,14 @@ def check_problems(
         space: of its schedules.
         given: problems, whose sizes stay as they are; None for those of the suites, with sizes that follow from the tiles that
             each schedule takes.
+        grown: whether schedules that take one tile of a size of these problems also run on larger ones of the kind.
         arch: of the device that grids are made for.
         schedules: how many of each problem, where the space has so many that compute in different ways.
         seed: of the inputs and of the choice of schedules.
         progress: is told what runs.
     """
     check = _Check(kernel, space, arch, schedules, seed, progress or (lambda text: None))
-    yield from check.given(given) if given is not None else check.found(_kinds(kernel))
+    yield from check.given(given, grown) if given is not None else check.found(_kinds(kernel))
 
 
 class _Check:
@@ -136,15 +138,35 @@ class _Check:
         self.refused: list[CheckRow] = []
         """Problems that could not be computed, and were not told of yet: one for each reason."""
         self.reasons: set[str] = set()
+        self.values: set[Any] = set()
+        """Knobs with the values that schedules which ran have."""
 
-    def given(self, problems: Sequence[Problem]) -> Iterator[CheckRow]:
-        """Problems of given sizes."""
+    def given(self, problems: Sequence[Problem], grown: bool) -> Iterator[CheckRow]:
+        """Problems of given sizes; with `grown`, also larger ones where a schedule unlike those before took one tile of a size,
+        and sizes as in :meth:`found` for schedules with values of knobs that are not explored on the given problems.
+        """
         for problem in problems:
-            drawn = self.drawn([problem], every_value=False)
+            drawn, finder = self.drawn([problem], every_value=False), _finder(self.kernel, self.space, problem)
             for place, schedule in enumerate(drawn):
                 self.progress(f"{problem}: schedule {place + 1} of {len(drawn)}")
-                kinds = CHECK_KINDS if self.is_new(schedule) or place == 0 else self.some_kinds()
-                yield self.row(problem, schedule, kinds, _finder(self.kernel, self.space, problem))[0]
+                new = self.is_new(schedule)
+                row, uses = self.row(problem, schedule, CHECK_KINDS if new or place == 0 else self.some_kinds(), finder)
+                yield row
+                if grown and new and row.passed and 1 in row.tiles.values():
+                    yield from self.larger(finder, schedule, uses)
+        for bases in _kinds(self.kernel) if grown and self.kernel.suites else ():
+            for schedule in self.drawn(bases, every_value=True):
+                workable = _finder(self.kernel, self.space, bases[0]).workable_for(schedule)
+                if workable is None or _values(schedule) <= self.values or not self.fits(workable.small, schedule):
+                    continue
+                yield from self.larger(workable, schedule, self.row(workable.small, schedule, (), workable)[1])
+        yield from self.refused
+
+    def larger(self, finder: SizeFinder, s: Schedule, uses: TileUses) -> Iterator[CheckRow]:
+        """One schedule on a problem of some tiles, unless it ran on that."""
+        problem = self.fitting(finder, s, uses)
+        if (problem, s) not in self.done:
+            yield self.row(problem, s, self.some_kinds(), finder)[0]
 
     def found(self, kinds: Sequence[list[Problem]]) -> Iterator[CheckRow]:
         """Problems whose sizes follow from the tiles that schedules take of them."""
@@ -255,6 +277,7 @@ class _Check:
 
         uses = TileUses()
         self.done.add((p, s))
+        self.values |= _values(s)
         passed, worst, message = check_schedule(
             self.kernel, p, s, seed=self.seed, kinds=kinds, device=self.device, uses=uses
         )

@@ -171,7 +171,7 @@ class Epilogue:
                 (found[name],) = call_reference(kernel.product, xp, p, bare | factors)
         if "Bias" in arrays and "Offsets" in arrays:  # that of the group of each row
             group = xp.searchsorted(arrays["Offsets"], xp.arange(p.m), side="right").clip(0, p.experts - 1)
-            found["Bias"] = arrays["Bias"][group]
+            found["Bias"] = arrays["Bias"][group] if p.experts else None
         activated = functools.partial(ACTIVATIONS[p.activation].exact, xp)
         if kernel.epilogue is not None:
             activated = functools.partial(kernel.apply_own, xp, arrays=arrays)
@@ -393,12 +393,18 @@ def scale_of(scale: Any, rows: Sequence[int]) -> Any:
     """
     if scale.numel() == 1:
         return scale.reshape(1)
-    if tuple(scale.shape) not in (tuple(rows), (*rows, 1)):
+    if not has_shape(scale, tuple(rows), (*rows, 1)):
         raise ProblemError(
             f"out_scale must hold one number, or one for each row of the result, {(*rows, 1)}; got shape {tuple(scale.shape)}. "
             "Reshape it; columns and blocks have no scales of their own"
         )
     return scale.reshape(-1, 1)
+
+
+def has_shape(x: Any, *shapes: Sequence[Any]) -> bool:
+    """Whether an array has one of these shapes. Where torch.compile traces sizes that it does not know, `in` takes 2 * n and the
+    number that it comes to for different sizes."""
+    return any(x.shape == each for each in shapes)
 
 
 def columns_of_both(other: Any, order: str) -> tuple[Any, Any]:
@@ -416,7 +422,7 @@ def columns_of_both(other: Any, order: str) -> tuple[Any, Any]:
         )
     if order == "halves":
         return other[..., : columns // 2], other[..., columns // 2 :]
-    if other.stride(-2) != 1:
+    if other.stride(-2) != 1 and other.shape[-2] > 1:
         raise ProblemError(
             "interleaved columns are those of a column-major matrix, such as weight.t(); lay other out anew, or give its "
             "columns in halves"

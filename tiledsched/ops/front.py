@@ -108,6 +108,8 @@ def takes_tensors(function: Called) -> Called:
         try:
             return function(*arguments, **named)
         except Exception as error:
+            if torch.compiler.is_dynamo_compiling():  # which cannot trace the rest, and then hides the error
+                raise
             given = {**dict(zip(inspect.signature(function).parameters, arguments, strict=False)), **named}
             for name, value in given.items():
                 kind, listed = str(function.__annotations__.get(name)), isinstance(value, (tuple, list))

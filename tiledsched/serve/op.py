@@ -8,6 +8,7 @@ goes through torch's dispatcher. Nothing is tuned inside a call.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -114,7 +115,8 @@ class Operator:
             count: defaults[count:] for count in range(len(defaults) + 1) if NO_DEFAULT not in defaults[count:]
         }
         self._number_types = [
-            (each.name, int if each.type.startswith("SymInt") else float) for each in schema.parameters[self._scalars :]
+            (each.name, operator.index if each.type.startswith("SymInt") else float, each.default is None)
+            for each in schema.parameters[self._scalars :]
         ]
         self._irregular = (
             "list" in kinds
@@ -271,7 +273,11 @@ class Operator:
         numbers = plan.numbers
         pairs = zip(self._number_types, given[self._scalars :], strict=True)
         return tuple(
-            [numbers[name] if value is None else kind(value) for (name, kind), value in pairs if name in numbers]
+            [
+                numbers[name] if value is None and optional else kind(value)
+                for (name, kind, optional), value in pairs
+                if name in numbers
+            ]
         )
 
     def _find(self, key: tuple[Any, ...], given: tuple[Any, ...], tensors: tuple[Any, ...]) -> Plan:

@@ -67,6 +67,12 @@ POSITIVE = (
     "ratio_high",
 )
 """Fields that hold times or ratios, which are above 0."""
+MOST_US = 1e12
+"""Times are below this many microseconds, which are eleven days."""
+LARGEST_FLOAT = 1e300
+"""The largest number of a row that is no time."""
+COUNTS = ("candidates", "cubin_bytes")
+"""Fields that hold counts, which are 0 or more."""
 LARGEST = 2**63 - 1
 """The largest integer that databases take."""
 SMALL = 2**31
@@ -173,8 +179,8 @@ def _values(data: Any, where: str) -> dict[str, Any]:
 
 def _time(data: Any, where: str) -> datetime:
     time: datetime = _call(datetime.fromisoformat, _require(str, data, where), where)
-    if time.tzinfo is None:
-        raise DatabaseError(f"{where}: {data!r} has no time zone; write it with +00:00")
+    if time.tzinfo is None or not 1 < time.year < 9999:  # which has a place in every time zone
+        raise DatabaseError(f"{where}: {data!r} has no time zone, or a year that is none; write it with +00:00")
     return time
 
 
@@ -258,6 +264,8 @@ def field_checks(owner: str, names: Iterable[str]) -> list[tuple[str, Callable[[
             found.append((name, partial(_check_pattern, *pattern)))
         if name in POSITIVE:
             found.append((name, _check_positive))
+        if name in COUNTS:
+            found.append((name, _check_count))
     return found
 
 
@@ -267,22 +275,31 @@ def _check_pattern(pattern: re.Pattern[str], about: str, value: Any, where: str)
 
 
 def _check_positive(value: Any, where: str) -> None:
-    least = min(value, default=1.0) if isinstance(value, tuple) else value
-    if least is not None and least <= 0:
-        raise DatabaseError(f"{where}: expected a number above 0, got {least}; measure it again")
+    for each in (min(value, default=1.0), max(value, default=1.0)) if isinstance(value, tuple) else (value,):
+        if each is not None and not 0 < each < MOST_US:
+            raise DatabaseError(
+                f"{where}: expected a number above 0 and below {MOST_US:g}, got {each}; measure it again"
+            )
+
+
+def _check_count(value: int, where: str) -> None:
+    if value < 0:
+        raise DatabaseError(f"{where}: expected a count, got {value}; correct the value")
 
 
 def check_number(value: float, where: str) -> None:
     """Refuse a number that a database or a reader of JSON does not take.
 
     Raises:
-        DatabaseError: the number is an integer beyond 64 bits, infinite or not a number.
+        DatabaseError: the number is an integer beyond 64 bits, or beyond 1e300, infinite or not a number.
     """
     if isinstance(value, int):
         if not -LARGEST - 1 <= value <= LARGEST:
             raise DatabaseError(f"{where}: the integer takes more than 64 bits; correct the value")
-    elif not math.isfinite(value):
-        raise DatabaseError(f"{where}: expected a finite number, got {value}; correct the value")
+    elif not abs(value) <= LARGEST_FLOAT:
+        raise DatabaseError(
+            f"{where}: expected a finite number up to {LARGEST_FLOAT:g}, got {value}; correct the value"
+        )
 
 
 def check_values(values: Mapping[str, Any], where: str) -> None:

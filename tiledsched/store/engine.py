@@ -213,7 +213,7 @@ def current_revision(engine: Engine, url: URL) -> str | None:
     """The schema revision of the database at `url`; None where the database is empty.
 
     Raises:
-        DatabaseError: the database was made before the first release, or belongs to another program.
+        DatabaseError: the database was made before the first release, belongs to another program, or lost its version.
     """
     with engine.connect() as connection:
         tables = set(sa.inspect(connection).get_table_names())  # by one query: another process may make them just now
@@ -229,7 +229,13 @@ def current_revision(engine: Engine, url: URL) -> str | None:
                 f"database {url.render_as_string()} belongs to another program: it holds no tuning database, but "
                 f"{', '.join(sorted(tables)[:MOST_NAMED])}{', ...' if len(tables) > MOST_NAMED else ''}; {ELSEWHERE}"
             )
-        return _revision(connection) if tables else None
+        revision = _revision(connection) if tables else None
+        if revision is None and tables - {VERSION_TABLE}:
+            raise DatabaseError(
+                f"database {url.render_as_string()} is damaged: it has tables and not the version of their schema; restore a "
+                f"copy, or {ELSEWHERE}"
+            )
+        return revision
 
 
 def _revision(connection: Connection) -> str | None:

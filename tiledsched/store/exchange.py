@@ -313,6 +313,7 @@ def _parsed(text: str | bytes | bytearray, name: str) -> dict[str, Any]:
     """The lists of any table file by their names. Their rows are not checked yet."""
     try:
         data = json.loads(text)
+        json.dumps(data, ensure_ascii=False).encode()  # halves of characters are no text
     except (ValueError, RecursionError) as error:
         raise DatabaseError(f"{name} is not JSON: {error}; {OTHER_FILE}") from error
     foreign = of_json(data, name)

@@ -24,7 +24,7 @@ from tiledsched.core.problem import Problem, ProblemClass
 from tiledsched.core.registry import SHIPPED, problem_from_json
 from tiledsched.core.schedule import Schedule
 from tiledsched.measure.runner import Conditions, Device, Measurement, RivalTime
-from tiledsched.store.codec import LARGEST, PATTERNS, REMEMBERED, check_values, decode
+from tiledsched.store.codec import LARGEST, LARGEST_FLOAT, MOST_US, PATTERNS, REMEMBERED, check_values, decode
 from tiledsched.store.records import (
     ArtifactRecord,
     BuildRecord,
@@ -48,12 +48,10 @@ AT_ONCE = 500
 """Rows that a query names at once."""
 LONGEST = 40
 """Characters of a damaged value that are shown."""
-MOST_US = 1e12
-"""Times are below this many microseconds, which are eleven days."""
 
 Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
-Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+Number = Annotated[float, msgspec.Meta(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
 Us = Annotated[float, msgspec.Meta(gt=0, lt=MOST_US)]
 _PROGRAM = {"kernel": str, "arch": str, "schedule_id": Id}
 _TIMES = {"fingerprint": str, "median_us": Us, "ci_low_us": Us, "ci_high_us": Us}

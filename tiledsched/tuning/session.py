@@ -300,5 +300,12 @@ def _checked(
         arch = OTHER_CHECK_ARCH
     space = load_space(options.space, kernel) if options.space else space_for(arch, kernel)
     yield from check_problems(
-        kernel, space, given, arch=arch, schedules=options.schedules, seed=options.seed, progress=progress
+        kernel,
+        space,
+        given,
+        grown=problems is None,
+        arch=arch,
+        schedules=options.schedules,
+        seed=options.seed,
+        progress=progress,
     )

@@ -28,7 +28,7 @@ def cross_entropy(
         logits: `[..., columns]` CUDA tensor, float16, bfloat16 or float32: classes are on the last axis.
         labels: `[...]`, int64 or int32. A label that is neither a column nor `ignore_index` makes its row's loss NaN.
         ignore_index: the label of rows that do not count; their loss is 0.
-        label_smoothing: the share of the target that all columns have alike; the label has the rest.
+        label_smoothing: the share of the target, from 0 to 1, that all columns have alike; the label has the rest.
         reduction: `"none"` for the losses; `"sum"`, or `"mean"` over the rows that count, as in torch.
         return_lse: also return the logarithm of the sum of exponentials of each row.
 
@@ -40,6 +40,8 @@ def cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ProblemError(f"reduction = {reduction!r}; allowed are 'none', 'mean' and 'sum'")
+    if not 0 <= label_smoothing <= 1:
+        raise ProblemError(f"label_smoothing = {label_smoothing!r}; it is a share of the target, from 0 to 1")
     check_shape("labels", labels, "logits without its last axis", logits.shape[:-1])
     loss, lse = operator("cross_entropy")(
         flat_rows(logits), labels.reshape(-1), label_smoothing != 0, ignore_index, label_smoothing

@@ -58,7 +58,8 @@ def rope(
             f"rope rotates an even number of elements of each head of q and k, got {rotated} of {head_dim} and {k.shape[-1]}"
         )
     copies = rotated < head_dim and not inplace
-    if copies and torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, cos, sin)):
+    differentiable = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, cos, sin))
+    if copies and (differentiable or (not torch.compiler.is_dynamo_compiling() and is_transformed())):
         turned = rope(q[..., :rotated], k[..., :rotated], cos, sin, interleaved=interleaved)
         out_q, out_k = (torch.cat((new, x[..., rotated:]), -1) for new, x in zip(turned, (q, k), strict=True))
         return out_q, out_k

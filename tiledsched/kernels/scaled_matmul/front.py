@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from tiledsched.core.errors import ProblemError
-from tiledsched.kernels.epilogues import E4M3, columns_of_both
+from tiledsched.kernels.epilogues import E4M3, columns_of_both, has_shape
 from tiledsched.kernels.scaled_matmul.declaration import BLOCK
 from tiledsched.ops.front import check_shape, multiply, operator, takes_tensors
 
@@ -68,8 +68,8 @@ def scaled_matmul(
     rows, columns, kind = a.shape[:1], b.shape[1:], "row"
     if scale_a.numel() == 1 and scale_b.numel() == 1:
         kind = "tensor"
-    elif a.ndim == b.ndim == 2 and (
-        scale_a.shape not in ((*rows, 1), rows) or scale_b.shape not in ((1, *columns), columns)
+    elif a.ndim == b.ndim == 2 and not (
+        has_shape(scale_a, (*rows, 1), rows) and has_shape(scale_b, (1, *columns), columns)
     ):
         kind, use_fast_accum = "block", False
         _check_blocks(a, b, scale_a, scale_b)
@@ -124,7 +124,7 @@ def _columns_of_both(b: Tensor, scale_b: Tensor, order: str) -> tuple[Tensor, Te
         return gate, other, scale_b, scale_b
     k, columns = b.shape[-2:]
     known = (columns,), (1, columns), (-(-k // BLOCK), -(-columns // BLOCK))
-    if scale_b.shape not in known:
+    if not has_shape(scale_b, *known):
         raise ProblemError(
             f"where b {tuple(b.shape)} holds both matrices, so does scale_b: one number, {known[1]} for columns, or {known[2]} "
             f"for {BLOCK} x {BLOCK} elements; got {tuple(scale_b.shape)}. Reshape it"
