@@ -154,7 +154,7 @@ class AttentionSimilarity(Similarity):
         steps have a loop of their own.
 
         The other changes are those with which the compiler (13.5 on sm_90) gives a program warps that load, and few spills;
-        without such warps, programs take 2 to 3.5 times as long (docs/results/serving.md). Few rows have two blocks in place of a
+        without such warps, programs take up to 7 times as long (docs/results/serving.md). Few rows have two blocks in place of a
         step of two tiles of keys, whose pages fill the registers, and one loop where a tile of 128 x 128 has four pages. Many
         rows are not persistent, and have a latency hint where a tile has eight.
         """
