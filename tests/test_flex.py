@@ -209,8 +209,9 @@ def test_which_rows_come_first(lists, causal, order, first):
 
 
 def test_check_runs_a_variant_whole():
-    rows = list(ts.check(BOTH, schedules=3))
-    assert {row.problem for row in rows} == set(BOTH.small())
+    rows = list(ts.check(BOTH, schedules=1))
+    # Schedules for which these are one tile run on larger ones, too.
+    assert {row.problem for row in rows} > set(BOTH.small())
     assert [row.message for row in rows if not row.passed] == []
 
 
